@@ -1,0 +1,103 @@
+"""Make `.venv`, install trivium into it, and run one of its commands. Needs nothing but Python 3.11 or later.
+
+    python bootstrap.py demo        train on Shakespeare for about 90 seconds
+    python bootstrap.py check       format, lint and types
+    python bootstrap.py test        check, then the default tests
+    python bootstrap.py test-full   check, then every test with its full count
+    python bootstrap.py install     only install
+
+Your pip settings are honoured. If the Python that runs this has torch 2.11 or later, that one is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+HOME = HERE / ".venv"
+PYTHON = HOME / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+STAMP = HOME / "trivium-stamp"
+
+
+def own_torch() -> str:
+    """The version of torch that the calling Python already has, if it is recent enough."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    return version if numbers >= (2, 11) else ""
+
+
+def constraints(torch: str) -> Path:
+    """The pins to install with: a torch that is there already is not replaced."""
+    pins = HERE / "constraints.txt"
+    if not torch:
+        return pins
+    kept = [line for line in pins.read_text().splitlines() if not line.startswith("torch==")]
+    path = HOME / "constraints.txt"
+    path.write_text("\n".join([*kept, f"torch=={torch}"]) + "\n")
+    return path
+
+
+def install(extra: str) -> None:
+    """Bring `.venv` up to date; instant if nothing changed since the last call."""
+    torch = own_torch()
+    content = [(HERE / name).read_bytes() for name in ("pyproject.toml", "constraints.txt", "bootstrap.py")]
+    wanted = hashlib.sha256(b"".join(content) + f"{sys.version}{torch}{HERE}".encode()).hexdigest()
+    have = STAMP.read_text().split() if STAMP.is_file() else []
+    if have[:1] == [wanted] and (not extra or extra in have[1:]):
+        return
+    if not PYTHON.exists():
+        say(f"making {HOME.name}")
+        venv.create(HOME, with_pip=True, system_site_packages=bool(torch))
+    target = f"{HERE}[{extra}]" if extra else str(HERE)
+    say(f"installing trivium{' with what its tests need' if extra else ''} (torch alone is hundreds of MB)")
+    run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(constraints(torch)), "-e", target)
+    extras = {extra, *(have[1:] if have[:1] == [wanted] else [])} - {""}
+    STAMP.write_text(" ".join([wanted, *sorted(extras)]))
+
+
+def run(*arguments: str) -> None:
+    """Run the installed Python; its exit code is ours if it fails."""
+    code = subprocess.call([str(PYTHON), *arguments], cwd=HERE)
+    if code:
+        sys.exit(code)
+
+
+def say(text: str) -> None:
+    print(f"bootstrap: {text}", file=sys.stderr, flush=True)
+
+
+def check() -> None:
+    run("-m", "ruff", "format", "--check", ".")
+    run("-m", "ruff", "check", ".")
+    run("-m", "mypy")
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036 - whoever calls this may have an older one
+        sys.exit(f"trivium needs Python 3.11 or later, and this is {sys.version.split()[0]}")
+    command = sys.argv[1] if len(sys.argv) == 2 else ""
+    if command == "demo":
+        install("")
+        run("-m", "trivium", "demo")
+    elif command == "install":
+        install("")
+    elif command in ("check", "test", "test-full"):
+        install("dev")
+        check()
+        if command != "check":
+            run("-m", "pytest", *(["--full"] if command == "test-full" else []))
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trivium.data.packing import Rows
+from trivium.data.shards import Stream
+
+END = 9
+
+
+def stream(documents: list[list[int]]) -> Stream:
+    ids: list[int] = []
+    starts: list[int] = []
+    for document in documents:
+        starts.append(len(ids))
+        ids += [END, *document]
+    ids += [END] * bool(documents)
+    return Stream(ids=np.array(ids, np.uint16), starts=np.array(starts, np.int64), text_bytes=0)
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=7), min_size=1, max_size=9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(DOCUMENTS, st.integers(1, 12))
+def test_every_token_after_the_first_is_a_label_exactly_once(documents: list[list[int]], context: int) -> None:
+    whole = stream(documents)
+    rows = Rows(whole, context)
+    batch = rows.take(np.arange(len(rows)))
+    assert batch.ids.shape == (len(rows), context + 1)
+    assert batch.labels.shape == batch.documents.shape == (len(rows), context)
+    assert [array.dtype.name for array in batch] == ["int64", "int64", "int32"]
+    labels = batch.labels.ravel()
+    assert labels[labels != -100].tolist() == whole.ids[1:].tolist()
+    inputs = batch.ids[:, :-1].ravel()
+    assert inputs[labels != -100].tolist() == whole.ids[:-1].tolist()
+    assert set(inputs[labels == -100].tolist()) <= {END}
+    assert (labels == -100).sum() < context
+
+
+@settings(max_examples=200, deadline=None)
+@given(DOCUMENTS, st.integers(1, 12), st.randoms(use_true_random=False))
+def test_rows_are_what_a_plain_loop_gives(documents: list[list[int]], context: int, rng: Random) -> None:
+    flat = [(END if at == 0 else document[at - 1], number) for number, document in enumerate(documents)
+            for at in range(len(document) + 1)]  # fmt: skip
+    rows = Rows(stream(documents), context)
+    numbers = [rng.randrange(len(rows)) for _ in range(5)]
+    batch = rows.take(np.array(numbers))
+    for place, number in enumerate(numbers):
+        part = flat[number * context : (number + 1) * context]
+        padding = context - len(part)
+        after = [id for id, _ in flat[number * context + 1 : (number + 1) * context + 1]]
+        after += [END] * (len(part) - len(after))
+        assert batch.ids[place].tolist() == [id for id, _ in part] + [after[-1]] * (not padding) + [END] * (
+            padding + (padding > 0)
+        )
+        assert batch.labels[place].tolist() == after + [-100] * padding
+        seen = list(dict.fromkeys(document for _, document in part))
+        assert batch.documents[place].tolist() == [seen.index(document) + 1 for _, document in part] + [0] * padding
+
+
+def test_a_stream_that_fills_its_rows_exactly_needs_no_padding() -> None:
+    rows = Rows(stream([[1, 2, 3], [4, 5, 6, 7]]), 3)  # 10 tokens, 9 labels
+    assert len(rows) == 3
+    assert -100 not in rows.take(np.arange(3)).labels
+
+
+def test_an_empty_stream_has_no_rows() -> None:
+    rows = Rows(stream([]), 4)
+    assert len(rows) == 0
+    assert rows.take(np.arange(0)).ids.shape == (0, 5)
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_a_row_that_does_not_exist_is_an_error(number: int) -> None:
+    with pytest.raises(IndexError, match="0 to 2"):
+        Rows(stream([[1, 2, 3], [4, 5, 6, 7]]), 3).take(np.array([number]))

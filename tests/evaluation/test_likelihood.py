@@ -1,0 +1,145 @@
+"""Likelihood against the spec's numbers and a plain loop with one window per token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trivium.errors import RequestError
+from trivium.evaluation.likelihood import Score, score_ids, score_text, windows
+from trivium.models.config import Block, ModelConfig, NoStack, Stack
+from trivium.models.transformer import Transformer, build
+from trivium.parts.positions import Learned, Position, Rotary
+from trivium.text.kinds import Bytes
+
+END = 256
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small are faster without helpers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def small(position: Position) -> Transformer:
+    block = Block(position=position, dropout=0.2)
+    config = ModelConfig(width=16, context=8, vocab=257, decoder=Stack(layers=2, block=block))
+    model = build(config, seed=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    return model
+
+
+MODELS = {"learned": small(Learned()), "rotary": small(Rotary())}
+
+
+def random_ids(length: int) -> list[int]:
+    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+@torch.no_grad()
+def plainly(model: Transformer, ids: list[int], stride: int) -> torch.Tensor:
+    """Each token in a window of its own, which begins where the strided window that counts it begins."""
+    context = model.config.context
+    inputs = [END, *ids[:-1]]
+    model.eval()
+    result = []
+    for at, label in enumerate(ids):
+        # the earliest multiple of the stride from where the token is still inside the window
+        first = max(0, -(-(at - context + 1) // stride) * stride)
+        hidden = model(torch.tensor([inputs[first : at + 1]])).hidden[:, -1]
+        result.append(-model.head.logits(hidden).log_softmax(-1)[0, label])
+    model.train()
+    return torch.stack(result)
+
+
+def test_the_worked_numbers_of_the_spec() -> None:
+    score = Score(nll=3000.0, tokens=1000, bytes=4500, words=800)
+    assert score.bits_per_byte == pytest.approx(0.961797, abs=5e-7)
+    assert score.word_perplexity == pytest.approx(42.521082, abs=5e-7)
+    assert score.bits_per_byte == pytest.approx(math.log2(score.perplexity) * 1000 / 4500)
+    slide = Score(nll=-sum(map(math.log, (1 / 4, 1 / 3, 1 / 4, 1 / 3))), tokens=4, bytes=4, words=4)
+    assert slide.nll / 4 == pytest.approx(1.242453, abs=5e-7)
+    assert slide.perplexity == pytest.approx(3.464102, abs=5e-7) == pytest.approx(math.sqrt(12))
+
+
+def test_a_score_without_units_is_not_a_number_and_a_hopeless_one_is_infinite() -> None:
+    nothing = Score(nll=1.0, tokens=0, bytes=0, words=0)
+    assert all(map(math.isnan, (nothing.perplexity, nothing.bits_per_byte, nothing.word_perplexity)))
+    assert Score(nll=1e6, tokens=1, bytes=1, words=1).perplexity == math.inf
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(0, 300), st.integers(1, 40))
+def test_every_token_is_counted_exactly_once_for_every_stride(data: st.DataObject, length: int, context: int) -> None:
+    stride = data.draw(st.integers(1, context))
+    plan = list(windows(length, context, stride))
+    assert [at for window in plan for at in range(window.counted, window.last)] == list(range(length))
+    for number, (first, counted, last) in enumerate(plan):
+        assert first <= counted < last <= first + context
+        if number and last < length:
+            assert last - counted == stride  # the last s positions; the first window counts all, the last what is left
+    assert sum(last - counted for _, counted, last in plan) == length
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stride", range(1, 9))
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 30])
+def test_windows_give_what_a_plain_loop_over_tokens_gives(name: str, stride: int, length: int) -> None:
+    ids = random_ids(length)
+    nll = score_ids(MODELS[name], ids, end=END, stride=stride, batch=3)
+    torch.testing.assert_close(nll, plainly(MODELS[name], ids, stride), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 5, 8])
+def test_for_a_text_within_the_context_every_stride_is_the_single_pass(length: int) -> None:
+    model, ids = MODELS["rotary"], random_ids(length)
+    model.eval()
+    with torch.no_grad():
+        logits = model.head.logits(model(torch.tensor([[END, *ids[:-1]]])).hidden)[0]
+    model.train()
+    single = torch.nn.functional.cross_entropy(logits, torch.tensor(ids), reduction="none")
+    for stride in range(9):
+        torch.testing.assert_close(score_ids(model, ids, end=END, stride=stride), single, rtol=1e-5, atol=1e-5)
+
+
+def test_no_stride_means_disjoint_windows_and_a_tensor_will_do() -> None:
+    ids = random_ids(21)
+    nll = score_ids(MODELS["learned"], ids, end=END)
+    assert nll.equal(score_ids(MODELS["learned"], torch.tensor(ids), end=END, stride=8))
+    assert nll.shape == (21,)
+    torch.testing.assert_close(nll, score_ids(MODELS["learned"], ids, end=END, batch=1))
+    assert score_ids(MODELS["learned"], [], end=END).shape == (0,)
+
+
+def test_the_units_of_a_text_are_its_tokens_bytes_and_words() -> None:
+    text = "où est  le café?\n"
+    tokenizer, model = Bytes().build([]), MODELS["rotary"].train()
+    score = score_text(model, tokenizer, text, stride=3)
+    assert (score.tokens, score.bytes, score.words, score.stride) == (19, 19, 4, 3)
+    assert score.nll == pytest.approx(float(plainly(model, list(text.encode()), 3).sum()), rel=1e-5)
+    assert score_text(model, tokenizer, "short").stride == 0
+    assert model.training
+
+
+def test_what_cannot_be_scored_is_refused() -> None:
+    model = MODELS["learned"]
+    for stride in (-1, 9):
+        with pytest.raises(RequestError, match=f"stride: {stride} is not between 1 and the context of 8"):
+            score_ids(model, [1], end=END, stride=stride)
+    with pytest.raises(RequestError, match="vocabulary of 257"):
+        score_ids(model, [257], end=END)
+    with pytest.raises(RequestError, match="no text"):
+        score_text(model, Bytes().build([]), "")
+    encoder = ModelConfig(width=8, context=8, vocab=5, encoder=Stack(layers=1), decoder=NoStack())
+    with pytest.raises(RequestError, match="needs a decoder"):
+        score_ids(build(encoder), [1], end=0)

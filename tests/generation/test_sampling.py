@@ -1,0 +1,199 @@
+"""Sampling against transformers' processors, closed forms and counted draws."""
+
+# B rows, V vocabulary
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from trivium.errors import RequestError
+from trivium.generation.sampling import (
+    Sampling,
+    Uniforms,
+    distribution,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalise,
+)
+
+# derandomised: where two libraries round apart by one bit, a random example in a thousand runs would find it
+PLENTY = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def random_logits(seed: int, rows: int = 4, vocab: int = 50) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def theirs(processor: Any, logits: Tensor) -> Tensor:
+    """What a processor of transformers that looks at no ids makes of the logits."""
+    result: Tensor = processor(None, logits)
+    return result
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    """The probability of a fit at least this bad (Pearson); rare tokens pooled into one cell."""
+    expected = probabilities.double() * counts.sum()
+    rare = expected < 5
+    observed = torch.cat((counts[~rare], counts[rare].sum()[None])).double()
+    wanted = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    cells = wanted > 0
+    statistic = ((observed - wanted)[cells] ** 2 / wanted[cells]).sum()
+    return float(torch.special.gammaincc((cells.sum() - 1).double() / 2, statistic / 2))
+
+
+@PLENTY
+@given(st.integers(0, 10_000), st.integers(1, 60))
+def test_top_k_is_that_of_transformers(seed: int, k: int) -> None:
+    logits = random_logits(seed)
+    torch.testing.assert_close(keep_top_k(logits, k), theirs(TopKLogitsWarper(k), logits), rtol=0, atol=0)
+
+
+@PLENTY
+@given(st.integers(0, 10_000), st.floats(0.01, 0.999))
+def test_top_p_is_that_of_transformers(seed: int, p: float) -> None:
+    logits = random_logits(seed)
+    torch.testing.assert_close(keep_top_p(logits, p), theirs(TopPLogitsWarper(p), logits), rtol=0, atol=0)
+
+
+@PLENTY
+@given(st.integers(0, 10_000), st.floats(0.001, 1.0))
+def test_min_p_is_that_of_transformers(seed: int, p: float) -> None:
+    logits = random_logits(seed)
+    torch.testing.assert_close(keep_min_p(logits, p), theirs(MinPLogitsWarper(p), logits), rtol=0, atol=0)
+
+
+@PLENTY
+@given(st.integers(0, 10_000), st.floats(0.2, 5.0))
+def test_the_repetition_penalty_is_that_of_transformers(seed: int, penalty: float) -> None:
+    logits = random_logits(seed)
+    ids = torch.randint(50, (4, 12), generator=torch.Generator().manual_seed(seed))
+    seen = torch.zeros(4, 50, dtype=torch.bool).scatter(1, ids, True)
+    processor: Any = RepetitionPenaltyLogitsProcessor(penalty)
+    torch.testing.assert_close(penalise(logits, seen, penalty), processor(ids, logits.clone()))
+
+
+@PLENTY
+@given(st.integers(0, 10_000))
+def test_the_whole_chain_is_that_of_transformers_in_its_order(seed: int) -> None:
+    logits = random_logits(seed)
+    ids = torch.randint(50, (4, 12), generator=torch.Generator().manual_seed(seed))
+    seen = torch.zeros(4, 50, dtype=torch.bool).scatter(1, ids, True)
+    chain: list[Any] = [
+        RepetitionPenaltyLogitsProcessor(1.3),
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(20),
+        TopPLogitsWarper(0.9),
+        MinPLogitsWarper(0.03),
+    ]
+    expected = logits.clone()
+    for step in chain:
+        expected = step(ids, expected)
+    sampling = Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.03, repetition_penalty=1.3)
+    torch.testing.assert_close(distribution(logits, seen, sampling), expected.softmax(-1))
+
+
+def test_top_p_keeps_the_token_that_crosses_and_no_more() -> None:
+    logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
+    kept = [(keep_top_p(logits, p) > -math.inf).tolist()[0] for p in (0.01, 0.49, 0.6, 0.76, 0.95)]
+    assert kept == [
+        [False, True, False, False],
+        [False, True, False, False],
+        [False, True, False, True],
+        [False, True, True, True],
+        [True, True, True, True],
+    ]
+
+
+def test_the_worked_penalty_divides_positive_and_multiplies_negative_scores() -> None:
+    result = penalise(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[True, True, False]]), 2.0)
+    assert result.tolist() == [[1.0, -4.0, 1.0]]
+
+
+@PLENTY
+@given(st.integers(0, 10_000), st.floats(0, 0.999999))
+def test_one_candidate_or_no_heat_is_the_likeliest_token(seed: int, uniform: float) -> None:
+    logits = random_logits(seed)
+    best = logits.argmax(-1)
+    for sampling in (Sampling(top_k=1), Sampling(temperature=0), Sampling(min_p=1.0), Sampling(temperature=1e-40)):
+        assert draw(distribution(logits, None, sampling), torch.full((4,), uniform)).equal(best)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.6, top_k=12), Sampling(top_p=0.8), Sampling(min_p=0.05)], ids=str
+)
+def test_drawn_frequencies_are_the_probabilities(sampling: Sampling) -> None:
+    draws = 100_000
+    probabilities = distribution(random_logits(3, rows=1), None, sampling)
+    uniforms = Uniforms(seed=1, sample=0)
+    numbers = torch.tensor([uniforms.next() for _ in range(draws)], dtype=torch.float64)
+    ids = draw(probabilities.expand(draws, -1), numbers)
+    counts = torch.bincount(ids, minlength=50)
+    assert chi_square(counts, probabilities[0]) > 1e-4
+    assert not counts[probabilities[0] == 0].any()
+
+
+def test_the_test_of_frequencies_can_fail() -> None:
+    probabilities = torch.full((50,), 0.02)
+    skewed = torch.full((50,), 2000)
+    skewed[0], skewed[1] = 2500, 1500
+    assert chi_square(skewed, probabilities) < 1e-4
+
+
+def test_a_token_of_probability_zero_is_never_drawn_at_either_end() -> None:
+    probabilities = torch.tensor([[0.0, 0.4, 0.0, 0.6, 0.0]])
+    ends = torch.tensor([0.0, 1 - 2**-53, 0.4], dtype=torch.float64)
+    assert draw(probabilities.expand(3, -1), ends).tolist() == [1, 3, 3]
+
+
+def test_the_draw_is_the_inverse_of_the_cumulated_probabilities() -> None:
+    probabilities = torch.tensor([[0.25, 0.5, 0.25]])
+    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999])
+    assert draw(probabilities.expand(6, -1), numbers).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_random_numbers_depend_on_seed_and_sample_only() -> None:
+    def numbers(seed: int, sample: int) -> list[float]:
+        uniforms = Uniforms(seed, sample)
+        return [uniforms.next() for _ in range(200)]
+
+    first = numbers(5, 0)
+    torch.rand(17)
+    assert numbers(5, 0) == first
+    others = [numbers(5, 1), numbers(6, 0), numbers(-5, 0), numbers(50, 0)]
+    assert all(not set(other) & set(first) for other in others)
+    assert all(0 <= number < 1 for number in first)
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: Sampling(temperature=-1), "temperature"),
+        (lambda: Sampling(temperature=math.nan), "temperature"),
+        (lambda: Sampling(temperature=math.inf), "temperature"),
+        (lambda: Sampling(top_k=-1), "top_k"),
+        (lambda: Sampling(top_p=0), "top_p"),
+        (lambda: Sampling(top_p=1.1), "top_p"),
+        (lambda: Sampling(min_p=-0.1), "min_p"),
+        (lambda: Sampling(repetition_penalty=0), "repetition_penalty"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(make: Callable[[], Sampling], key: str) -> None:
+    with pytest.raises(RequestError, match=f"^{key}: "):
+        make()

@@ -1,0 +1,89 @@
+"""A model ready for use: `model.safetensors`, `model.json` and `tokenizer.json` in one folder, tied by hashes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from trivium import config as settings
+from trivium.checkpoints import format
+from trivium.errors import CheckpointError, ConfigError
+from trivium.files import sha256, write_atomic
+from trivium.models.config import ModelConfig
+from trivium.models.transformer import Transformer, empty, load_weights
+from trivium.text.tokenizer import Tokenizer, open_tokenizer
+
+FORMAT = 1
+WEIGHTS, CARD, TOKENIZER = "model.safetensors", "model.json", "tokenizer.json"
+
+
+class Bundle(NamedTuple):
+    """What a folder holds: a model on the CPU in evaluation mode, its tokenizer, and notes on where it comes from."""
+
+    module: Transformer
+    tokenizer: Tokenizer
+    notes: Mapping[str, Any]
+
+
+def save(
+    folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, notes: Mapping[str, Any]
+) -> None:
+    """Write a bundle; the card comes last, so that a folder with a card is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CARD).unlink(missing_ok=True)
+    format.write_tensors(folder / WEIGHTS, tensors)
+    tokenizer.save(folder / TOKENIZER)
+    card = {
+        "format": FORMAT,
+        "config": settings.dump(config),
+        "weights": sha256(folder / WEIGHTS),
+        "tokenizer": tokenizer.digest,
+        "notes": dict(notes),
+    }
+    write_atomic(folder / CARD, (json.dumps(card, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def open_bundle(folder: Path, *, parts: Sequence[type[Any]] = ()) -> Bundle:
+    """The model in a folder, every byte checked before a tensor is used."""
+    card = _card(folder / CARD)
+    weights = folder / WEIGHTS
+    if not weights.is_file() or sha256(weights) != card["weights"]:
+        raise CheckpointError(f"{weights} is missing or damaged; restore it from a copy or from a checkpoint")
+    tokenizer = open_tokenizer(folder / TOKENIZER)
+    if tokenizer.digest != card["tokenizer"]:
+        raise CheckpointError(f"{folder / TOKENIZER} is not the tokenizer this model was trained with; restore it")
+    module = model_from(card["config"], format.read_tensors(weights), str(folder), parts)
+    return Bundle(module, tokenizer, card["notes"])
+
+
+def model_from(
+    table: Mapping[str, Any], tensors: dict[str, Tensor], where: str, parts: Sequence[type[Any]]
+) -> Transformer:
+    """A model of the configuration in `table`, filled with `tensors`."""
+    try:
+        module = empty(settings.load(ModelConfig, table, parts=parts))
+        load_weights(module, tensors)
+    except ConfigError as error:
+        raise CheckpointError(f"{where} cannot be opened: {error}") from None
+    return module.eval()
+
+
+def _card(path: Path) -> dict[str, Any]:
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+        version = card["format"]
+        wanted = {"config": dict, "weights": str, "tokenizer": str, "notes": dict}
+        sound = type(version) is int and all(isinstance(card[key], kind) for key, kind in wanted.items())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} holds no model: {path.name} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        sound, version, card = False, 0, {}
+    if not sound:
+        raise CheckpointError(f"{path} is not the card of a trivium model; restore it from a copy")
+    if version > FORMAT:
+        raise CheckpointError(f"{path} was written by a newer trivium (format {version}); upgrade trivium")
+    return dict(card)

@@ -1,0 +1,226 @@
+"""One checkpoint: a folder of safetensors and JSON files that is whole or does not exist.
+
+`manifest.json` lists every file with its size and sha256. Its last field is the sha256 of all bytes before that field,
+so a changed byte is found anywhere, in the manifest too. Every later format keeps this seal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trivium.errors import CheckpointError
+from trivium.files import sha256, sync_file, sync_folder, temporary, write_synced
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # no separator and no leading dot: nothing outside the folder
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ERRNO = re.compile(r"\(os error (\d+)\)")
+
+
+class NewerFormat(CheckpointError):
+    """The checkpoint is not damaged: this version of trivium is too old to read it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What a file of a checkpoint must be."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    format: int
+    step: int
+    files: Mapping[str, Entry]
+    notes: Mapping[str, Any]
+
+
+def write(
+    folder: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    documents: Mapping[str, Mapping[str, Any]],
+    notes: Mapping[str, Any],
+) -> Manifest:
+    """A new checkpoint at `folder`: it appears there whole and on the disk, or an error is raised and nothing is left.
+
+    `tensors` become STEM.safetensors, `documents` become STEM.json. A full disk is the plain OSError.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} already exists; delete it or name another folder")
+    texts = {f"{stem}.json": _json(document) for stem, document in documents.items()}
+    names = [*texts, *(f"{stem}.safetensors" for stem in tensors)]
+    assert all(_NAME.fullmatch(name) and name != MANIFEST for name in names), names
+    hidden = temporary(folder)
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir()
+    try:
+        for stem, group in tensors.items():
+            write_tensors(hidden / f"{stem}.safetensors", group)
+        for name, text in texts.items():
+            write_synced(hidden / name, text)
+        files = {n: Entry(size=(hidden / n).stat().st_size, sha256=sha256(hidden / n)) for n in sorted(names)}
+        result = Manifest(format=FORMAT, step=step, files=files, notes=notes)
+        write_synced(hidden / MANIFEST, _seal(_json(asdict(result))))
+        sync_folder(hidden)
+        os.rename(hidden, folder)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+    return result
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _seal(body: bytes) -> bytes:
+    """A JSON object with its own sha256 as the last field."""
+    head = body.removesuffix(b"\n}\n") + b",\n"
+    return head + _tail(head)
+
+
+def _tail(head: bytes) -> bytes:
+    return f'  "sha256": "{hashlib.sha256(head).hexdigest()}"\n}}\n'.encode()
+
+
+def write_tensors(path: Path, group: Mapping[str, Tensor]) -> None:
+    """A safetensors file on the disk; a full disk is the plain OSError."""
+    # A copy of each: safetensors refuses shared storages (tied weights) and strides.
+    plain = {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in group.items()
+    }
+    try:
+        save_file(plain, path)
+    except SafetensorError as error:
+        # The library hides a full disk in its own exception; the caller must be able to tell it from a bug.
+        if found := _ERRNO.search(str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it private; the umask is the user's choice
+    sync_file(path)
+
+
+def manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, its seal checked but not the files that it lists."""
+    path = folder / MANIFEST
+    raw = _read(path)
+    head = raw[: -len(_tail(b""))]
+    if raw != head + _tail(head):
+        raise CheckpointError(_damaged(path, "its own sha256 does not match"))
+    try:
+        fields = json.loads(raw)
+        version = fields["format"]
+        if type(version) is int and version > FORMAT:
+            raise NewerFormat(
+                f"{path} was written by a newer trivium (format {version}, this one reads {FORMAT}); upgrade trivium"
+            )
+        files = {name: Entry(size=entry["size"], sha256=entry["sha256"]) for name, entry in fields["files"].items()}
+        result = Manifest(format=version, step=fields["step"], files=files, notes=fields["notes"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(_damaged(path, "it is not the manifest of a checkpoint")) from None
+    if not _sound(result):
+        raise CheckpointError(_damaged(path, "it is not the manifest of a checkpoint"))
+    return result
+
+
+def _sound(manifest: Manifest) -> bool:
+    """Whether a sealed manifest, perhaps a stranger's, says what a manifest may say."""
+    numbers = [manifest.format, manifest.step, *(entry.size for entry in manifest.files.values())]
+    return (
+        all(type(number) is int and number >= 0 for number in numbers)
+        and manifest.format == FORMAT
+        and isinstance(manifest.notes, dict)
+        and all(_NAME.fullmatch(name) and name != MANIFEST for name in manifest.files)
+        and all(isinstance(e.sha256, str) and _DIGEST.fullmatch(e.sha256) for e in manifest.files.values())
+    )
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest of a checkpoint of which every byte is as it was written, or a CheckpointError naming the file."""
+    result = manifest(folder)
+    try:
+        found = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
+    for name in sorted(found - result.files.keys() - {MANIFEST}):
+        raise CheckpointError(f"{folder / name} does not belong to the checkpoint; move it elsewhere")
+    for name, entry in result.files.items():
+        _verify_file(folder / name, entry)
+    return result
+
+
+def _verify_file(path: Path, entry: Entry) -> None:
+    try:
+        if not path.is_file():
+            raise CheckpointError(_damaged(path, "it is missing"))
+        size = path.stat().st_size
+        if size != entry.size:
+            raise CheckpointError(_damaged(path, f"it has {size} bytes instead of {entry.size}"))
+        if sha256(path) != entry.sha256:
+            raise CheckpointError(_damaged(path, "its sha256 does not match"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _damaged(path: Path, reason: str) -> str:
+    return f"{path} is damaged: {reason}; restore it from a copy or use another checkpoint"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise CheckpointError(_damaged(path, "it is missing"))
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def tensors(folder: Path, stem: str) -> dict[str, Tensor]:
+    """The tensors of STEM.safetensors on the CPU; `verify` the folder first."""
+    return read_tensors(folder / f"{stem}.safetensors")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU."""
+    try:
+        if not path.is_file():
+            raise CheckpointError(_damaged(path, "it is missing"))
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(_damaged(path, str(error))) from None
+
+
+def document(folder: Path, stem: str) -> dict[str, Any]:
+    """The content of STEM.json; `verify` the folder first."""
+    path = folder / f"{stem}.json"
+    raw = _read(path)
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise CheckpointError(_damaged(path, "it is not JSON")) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(_damaged(path, "it is not a JSON object"))
+    return value

@@ -1,0 +1,400 @@
+"""`trivium`: the verbs and their options. Each command imports what it needs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trivium.errors import ConfigError, Interrupted, RequestError, TriviumError, UserError
+
+app = typer.Typer(
+    name="trivium",
+    help="One workshop for every Transformer: build it, train it, use it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data_app = typer.Typer(help="Turn text into shards, and see exactly what a model will see.", no_args_is_help=True)
+tokenizer_app = typer.Typer(help="Train tokenizers and look at them.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(tokenizer_app, name="tokenizer")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the file.")]
+Runs = Annotated[Path, typer.Option("--runs", help="The folder of runs.")]
+RUNS = Path("runs")
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """One workshop for every Transformer: build it, train it, use it."""
+
+
+@app.command()
+def demo(settings: Settings = None, runs: Runs = RUNS) -> None:
+    """Train a small GPT on Shakespeare for about 90 seconds, score it on text it never saw, and let it write."""
+    from trivium.cli.demo import demonstrate
+
+    demonstrate(settings or [], runs)
+
+
+@app.command()
+def train(
+    source: Annotated[Path, typer.Argument(help="A recipe (TOML), or a run's folder to go on with.")],
+    settings: Settings = None,
+    runs: Runs = RUNS,
+) -> None:
+    """Train a model from a recipe, or go on with a run exactly where it stopped."""
+    from trivium import config
+    from trivium.cli.render import watcher
+    from trivium.training.run import open_run
+
+    layer = config.assignments(settings or [])
+    with watcher() as watch:
+        session = open_run(source, layer, runs=runs, say=watch.say, tick=watch.tick)
+        for event in session.events():
+            watch.event(event)
+    typer.echo(f"{session.folder}: the model and report.html are there", err=True)
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="A run's folder or a saved model.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")] = "",
+    tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest only; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest with this much mass; 1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop what is less likely than this share of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: discourage what was said before.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    n: Annotated[int, typer.Option("-n", help="How many samples.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    logprobs: Annotated[int, typer.Option(help="With --json: the n likeliest alternatives of each token.")] = 0,
+    slide: Annotated[bool, typer.Option("--slide", help="Go on past the context by forgetting the beginning.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt; the text appears as it is written."""
+    from trivium import api
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    m = api.load(model, device=device)
+    options: dict[str, Any] = {
+        "tokens": tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop or (),
+        "slide": slide,
+    }
+    if n == 1 and not as_json and not logprobs:
+        pieces = m.stream(text, **options)
+        typer.echo(text, nl=False)
+        for piece in pieces:
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
+        typer.echo()
+        return
+    found = m.generate([text], n=n, logprobs=logprobs, **options)[0]
+    samples = found if isinstance(found, list) else [found]
+    if as_json:
+        _print_json({"prompt": text, "samples": [_sample(sample) for sample in samples]})
+        return
+    for index, sample in enumerate(samples):
+        typer.echo(f"--- {index + 1}" if n > 1 else "", nl=n > 1)
+        typer.echo(text + sample)
+
+
+def _sample(sample: Any) -> dict[str, Any]:
+    return {
+        "text": str(sample),
+        "reason": sample.reason,
+        "ids": sample.ids,
+        "logprobs": sample.logprobs,
+        "alternatives": sample.alternatives,
+    }
+
+
+@app.command()
+def presets(as_json: Json = False) -> None:
+    """The named systems, their families and exact parameter counts."""
+    from trivium.models.presets import PRESETS
+
+    rows = []
+    for name, make in PRESETS.items():
+        config = make()
+        parts = {part: cost.parameters for part, cost in config.costs().items()}
+        rows.append(
+            {"name": name, "family": config.family, "layers": config.layers, "width": config.width,
+             "context": config.context, "vocab": config.vocab, "parameters": config.parameters(), "parts": parts}
+        )  # fmt: skip
+    if as_json:
+        _print_json(rows)
+        return
+    columns = ["name", "family", "layers", "width", "context", "vocab", "parameters"]
+    _print_table(columns, [[_cell(row[key]) for key in columns] for row in rows])
+    typer.echo("A vocabulary of 0 is filled in from the tokenizer; its embedding is not counted yet.")
+
+
+@app.command()
+def config(
+    source: Annotated[Path, typer.Argument(help="A recipe.")], settings: Settings = None, as_json: Json = False
+) -> None:
+    """Check a recipe and print every setting it resolves to."""
+    from trivium import config as loader
+    from trivium.training.run import read_recipe
+
+    recipe = read_recipe(source, loader.assignments(settings or []))
+    if as_json:
+        _print_json(loader.dump(recipe))
+    else:
+        typer.echo(loader.write(recipe), nl=False)
+
+
+@app.command()
+def runs(folder: Annotated[Path, typer.Argument(help="The folder of runs.")] = RUNS, as_json: Json = False) -> None:
+    """List the runs here: state, size, steps and best score."""
+    from trivium import api
+    from trivium.training.run import is_run
+
+    found = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
+    rows = []
+    for path in found:
+        try:
+            rows.append(api.show(path))
+        except TriviumError as error:
+            rows.append({"path": str(path), "state": f"damaged: {error}"})
+    if as_json:
+        _print_json(rows)
+        return
+    if not rows:
+        typer.echo(f"No runs in {folder}; start one with `trivium train RECIPE` or `trivium demo`.")
+        return
+    cells = [
+        [
+            Path(r["path"]).name,
+            r["state"],
+            _cell(r.get("parameters", "")),
+            _cell(r.get("step", "")),
+            _bits(r.get("best")),
+        ]
+        for r in rows
+    ]
+    _print_table(["run", "state", "parameters", "step", "bits/byte"], cells)
+
+
+@app.command()
+def show(run: Annotated[Path, typer.Argument(help="A run's folder or a saved model.")], as_json: Json = False) -> None:
+    """What a run is, how far it came and how good it is."""
+    from trivium import api
+
+    facts = api.show(run)
+    if as_json:
+        _print_json(facts)
+        return
+    lines = {
+        "run": facts["path"],
+        "state": facts["state"],
+        "family": facts["family"],
+        "parameters": _cell(facts["parameters"]),
+        "steps": _cell(facts["step"]),
+        "best validation": _bits(facts["best"]),
+        "test": _bits(facts["test"]),
+        "report": str(Path(facts["path"]) / "report.html"),
+    }
+    for name, value in lines.items():
+        if value:
+            typer.echo(f"{name:<16} {value}")
+
+
+@app.command()
+def doctor(runs: Runs = RUNS, as_json: Json = False) -> None:
+    """What this machine offers, and where trivium keeps things."""
+    from trivium.cli.doctor import facts
+
+    found = facts(runs)
+    if as_json:
+        _print_json(found)
+        return
+    for name, value in found.items():
+        typer.echo(f"{name:<16} {value}")
+
+
+@data_app.command("build")
+def data_build(
+    out: Annotated[Path, typer.Argument(help="The folder of shards to make.")],
+    paths: Annotated[list[str], typer.Argument(help="Text, .gz, .xz or JSON-lines files, or folders of them.")],
+    tokenizer: Annotated[str, typer.Option(help="chars, bytes, bpe, or a tokenizer.json.")] = "bpe",
+    size: Annotated[int, typer.Option(help="Vocabulary size of a new bpe.")] = 4096,
+    valid: Annotated[str, typer.Option(help="The share kept for validation, or a path.")] = "0.01",
+    separator: Annotated[str, typer.Option(help="Split documents inside a file here.")] = "",
+    field: Annotated[str, typer.Option(help="The key of a JSON line that holds the text.")] = "text",
+) -> None:
+    """Encode text into memory-mapped shards with a manifest of sizes and hashes."""
+    from trivium.cli.render import watcher
+    from trivium.cli.shards import build
+
+    with watcher() as watch:
+        facts = build(out, paths, tokenizer, size, valid, separator, field, watch.say, watch.tick)
+    typer.echo(f"{out}: {facts}", err=True)
+
+
+@data_app.command("stats")
+def data_stats(
+    shards: Annotated[Path, typer.Argument(help="A folder of shards, or a run.")], as_json: Json = False
+) -> None:
+    """Documents, tokens, bytes and lengths of both splits."""
+    from trivium.cli.shards import opened
+    from trivium.data.show import describe
+
+    facts = describe(*opened(shards))
+    if as_json:
+        _print_json(facts)
+        return
+    for name, value in _flat(facts):
+        typer.echo(f"{name:<28} {_cell(value)}")
+
+
+@data_app.command("show")
+def data_show(
+    shards: Annotated[Path, typer.Argument(help="A folder of shards, or a run.")],
+    row: Annotated[int, typer.Option(help="Which row.")] = 0,
+    split: Annotated[str, typer.Option(help="train or valid.")] = "train",
+    context: Annotated[int, typer.Option(help="Tokens of a row.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """One row exactly as the model sees it: position, id, piece, label and document."""
+    from trivium.cli.shards import opened
+    from trivium.data.show import preview
+
+    if split not in ("train", "valid"):
+        raise RequestError(f"--split: {split!r} is neither train nor valid")
+    found, tokenizer = opened(shards)
+    cells = preview(found, tokenizer, context, row, "train" if split == "train" else "valid")
+    if as_json:
+        _print_json([cell._asdict() for cell in cells])
+        return
+    _print_table(list(cells[0]._fields), [[_cell(value) for value in cell] for cell in cells])
+
+
+@tokenizer_app.command("train")
+def tokenizer_train(
+    out: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
+    paths: Annotated[list[str], typer.Argument(help="Text files or folders.")],
+    kind: Annotated[str, typer.Option(help="chars, bytes or bpe.")] = "bpe",
+    size: Annotated[int, typer.Option(help="Vocabulary size of bpe, everything counted.")] = 4096,
+) -> None:
+    """Train a tokenizer on text."""
+    from trivium.cli.render import watcher
+    from trivium.cli.shards import train_tokenizer
+
+    if out.exists():
+        raise UserError(f"{out} exists already; remove it or name another file")
+    with watcher() as watch:
+        made = train_tokenizer(paths, kind, size, watch.tick)
+    made.save(out)
+    typer.echo(f"{out}: {made.kind}, {made.size:,} ids", err=True)
+
+
+@tokenizer_app.command("encode")
+def tokenizer_encode(
+    tokenizer: Annotated[Path, typer.Argument(help="A tokenizer.json, a run or a folder of shards.")],
+    text: Annotated[str, typer.Argument(help="The text; - reads standard input.")],
+    as_json: Json = False,
+) -> None:
+    """The ids and pieces of a text."""
+    from trivium.text.tokenizer import open_tokenizer
+
+    opened = open_tokenizer(tokenizer)
+    ids = opened.encode(sys.stdin.read() if text == "-" else text)
+    if as_json:
+        _print_json({"ids": ids, "pieces": [opened.piece(id) for id in ids]})
+    else:
+        typer.echo(" ".join(map(str, ids)))
+        typer.echo("|".join(opened.piece(id) for id in ids))
+
+
+@tokenizer_app.command("show")
+def tokenizer_show(
+    tokenizer: Annotated[Path, typer.Argument(help="A tokenizer.json, a run or a folder of shards.")],
+    as_json: Json = False,
+) -> None:
+    """Kind, size, specials and digest of a tokenizer, and its last pieces."""
+    from trivium.text.tokenizer import open_tokenizer
+
+    opened = open_tokenizer(tokenizer)
+    last = [opened.piece(id) for id in range(max(0, opened.size - 20), opened.size)]
+    facts = {
+        "kind": opened.kind,
+        "size": opened.size,
+        "specials": dict(opened.specials),
+        "sha256": opened.digest,
+        "last": last,
+    }
+    if as_json:
+        _print_json(facts)
+        return
+    for name, value in facts.items():
+        typer.echo(f"{name:<10} {value if not isinstance(value, list) else ' '.join(map(repr, value))}")
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def _print_table(head: list[str], rows: Iterable[list[str]]) -> None:
+    table = [head, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    for row in table:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if isinstance(value, float) else str(value)
+
+
+def _bits(row: Mapping[str, Any] | None) -> str:
+    return f"{row['bits_per_byte']:.4f} bits/byte" if row else ""
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def main() -> None:
+    """Run a command; every error is one sentence on standard error, with the exit code that says whose turn it is."""
+    debug = "--debug" in sys.argv[1:]
+    sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        app()
+    except BrokenPipeError:  # `trivium generate … | head`: nobody listens any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except TriviumError as error:
+        if debug:
+            raise
+        word = "stopped" if isinstance(error, Interrupted) else "error"
+        lines = error.problems if isinstance(error, ConfigError) else (str(error),)
+        for line in lines:
+            print(f"{word}: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,73 @@
+"""What the `data` and `tokenizer` commands do, apart from their options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trivium.config import load, unknown
+from trivium.data import shards as data
+from trivium.data.config import DataConfig
+from trivium.data.shards import Shards
+from trivium.data.sources import files, texts
+from trivium.errors import DataError
+from trivium.files import write_atomic
+from trivium.text.kinds import TOKENIZERS, Bpe
+from trivium.text.tokenizer import Tokenizer, open_tokenizer
+
+Tick = Callable[[str, int, int], None]
+
+
+def train_tokenizer(
+    paths: Sequence[str], kind: str, size: int, tick: Tick, config: DataConfig | None = None
+) -> Tokenizer:
+    """A new tokenizer of `kind` on the training part of some text."""
+    if kind not in TOKENIZERS or kind == "file":
+        raise unknown("kind of tokenizer", kind, [name for name in TOKENIZERS if name != "file"])
+    config = config or DataConfig(paths=tuple(paths), valid=0.0)
+    total, done = sum(path.stat().st_size for path in files(config.paths)), 0
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        tick("tokenizer", done, total)
+
+    options = Bpe(size=size) if kind == "bpe" else TOKENIZERS[kind]()
+    made: Tokenizer = options.build(texts(config, read=read))
+    return made
+
+
+def build(
+    out: Path,
+    paths: Sequence[str],
+    tokenizer: str,
+    size: int,
+    valid: str,
+    separator: str,
+    field: str,
+    say: Callable[[str], None],
+    tick: Tick,
+) -> str:
+    """Shards and their tokenizer in `out`; a sentence about them."""
+    from trivium.config import Text
+
+    layer = {"paths": list(paths), "valid": Text(valid), "separator": separator, "field": field}
+    config = load(DataConfig, layer)
+    files(config.paths)
+    if out.exists():
+        raise DataError(f"{out} exists already; remove it or name another folder")
+    known = Path(tokenizer)
+    chosen = open_tokenizer(known) if known.exists() else train_tokenizer(paths, tokenizer, size, tick, config)
+    made = data.build(config, chosen, out, progress=lambda at, of: tick("data", at, of), say=say)
+    write_atomic(out / "tokenizer.json", chosen.serialise().encode())
+    train, held = len(made.train), len(made.valid)
+    return f"{train:,} tokens for training, {held:,} for validation, {chosen.size:,} ids"
+
+
+def opened(folder: Path) -> tuple[Shards, Tokenizer]:
+    """The shards and tokenizer in a folder of shards or in a run."""
+    inner = folder / "data" if (folder / "data" / data.MANIFEST).is_file() else folder
+    if not (inner / data.MANIFEST).is_file():
+        raise DataError(f"{folder} holds no shards; make them with `trivium data build`")
+    tokenizer = open_tokenizer(folder / "tokenizer.json")
+    return data.open_shards(inner, tokenizer_digest=tokenizer.digest), tokenizer

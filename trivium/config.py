@@ -1,0 +1,375 @@
+"""The strict loader and its writer: TOML and `key=value` to frozen dataclasses, and back.
+
+A configuration is a tree of frozen dataclasses. A field made with `place` takes one kind from a literal table,
+a field made with `preset` may start from a named function; everything else is a plain leaf. All problems are found
+before any work begins and reported at once, each with its dotted key and the nearest valid name. A value never names
+code: kinds and presets are looked up in tables that the package wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from trivium.errors import ConfigError
+
+T = TypeVar("T")
+Layer = Mapping[str, Any]
+
+
+def place(table: Mapping[str, type[Any]], default: Any) -> Any:
+    """A field that takes one kind of part from `table`; naming another kind resets it to that kind's defaults."""
+    return dataclasses.field(default=default, metadata={"kinds": table})
+
+
+def preset(table: Mapping[str, Callable[[], Any]], default: Any) -> Any:
+    """A field that may start from a named preset before the file's own keys are laid over it."""
+    return dataclasses.field(default=default, metadata={"presets": table})
+
+
+def variants(base: str) -> Any:
+    """A field of named variants, each laid over the sibling field `base`."""
+    return dataclasses.field(default_factory=dict, metadata={"base": base})
+
+
+def fraction(name: str, value: float) -> None:
+    """Refuse a rate outside [0, 1)."""
+    if not 0 <= value < 1:
+        raise ConfigError(f"{name}: {value} is not in [0, 1); try 0.1")
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    """Refuse a number below `least`."""
+    if not value >= least:
+        raise ConfigError(f"{name}: {value} is less than {least}")
+
+
+class Text(str):
+    """A value typed on the command line: its meaning depends on the type of the leaf it lands on."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The table in a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; name a TOML file, a recipe or a run's folder") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; name a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def assignments(pairs: Iterable[str]) -> dict[str, Any]:
+    """The layer that `key=value` arguments describe."""
+    layer: dict[str, Any] = {}
+    errors: list[ConfigError] = []
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key.strip():
+            errors.append(ConfigError(f"{pair!r} is not of the form key=value"))
+            continue
+        try:
+            _nest(layer, key.strip(), Text(value.strip()))
+        except ConfigError as error:
+            errors.append(error)
+    ConfigError.gather(errors)
+    return layer
+
+
+def overrides(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer that a mapping of dotted keys to Python values describes."""
+    layer: dict[str, Any] = {}
+    for key, value in values.items():
+        _nest(layer, key, value)
+    return layer
+
+
+def _nest(layer: dict[str, Any], key: str, value: Any) -> None:
+    *path, leaf = key.split(".")
+    for step in path:
+        inner = layer.setdefault(step, {})
+        if isinstance(inner, str):  # `norm=rms norm.eps=1e-6`: the short form names the kind
+            inner = layer[step] = {"kind": inner}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{key}: {step} is already set to a whole value")
+        layer = inner
+    layer[leaf] = value
+
+
+def load(cls: type[T], *layers: Layer, parts: Sequence[type[Any]] = (), start: T | None = None) -> T:
+    """`cls` with each layer laid over the ones before it, or a ConfigError that lists every problem.
+
+    `parts` are classes from outside the package that a place may name by their class name.
+    """
+    loader = _Loader({part.__name__: part for part in parts})
+    value = loader.node(cls, {}, start if start is not None else cls(), list(layers), "")
+    ConfigError.gather(loader.errors)
+    return typing.cast(T, value)
+
+
+_FAILED = object()
+
+
+class _Loader:
+    def __init__(self, parts: Mapping[str, type[Any]]) -> None:
+        self.parts = parts
+        self.errors: list[ConfigError] = []
+
+    def fail(self, key: str, message: str) -> Any:
+        self.errors.append(ConfigError(f"{key}: {message}" if key else message))
+        return _FAILED
+
+    def node(self, hint: Any, meta: Mapping[str, Any], base: Any, layers: list[Any], key: str) -> Any:
+        """The value at `key`: `base` with `layers` laid over it."""
+        if not layers:
+            return base
+        if "base" in meta:
+            return self.variants(base, layers, key)
+        if not ("kinds" in meta or "presets" in meta or dataclasses.is_dataclass(hint)):
+            return self.leaf(hint, layers[-1], key)
+        start = self.start(meta, base, layers, key)
+        return _FAILED if start is _FAILED else self.fields(start[0], start[1], key)
+
+    def start(self, meta: Mapping[str, Any], base: Any, layers: list[Any], key: str) -> Any:
+        """The object that a place or preset starts from, and the tables that remain to be laid over it."""
+        short = "kind" if "kinds" in meta else "preset" if "presets" in meta else ""
+        tables: list[dict[str, Any]] = []
+        named: Any = None
+        for layer in layers:
+            if isinstance(layer, str) and short:
+                layer = {short: layer}
+            if not isinstance(layer, Mapping):
+                if dataclasses.is_dataclass(layer) and not isinstance(layer, type):
+                    base, tables, named = layer, [], None
+                    continue
+                return self.fail(key, f"expects a table of settings, not {_show(layer)}")
+            table = dict(layer)
+            if "presets" in meta and "preset" in table:
+                named = table.pop("preset")
+            if "kinds" in meta and "kind" in table:
+                cls = self.kind(meta["kinds"], table.pop("kind"), key)
+                if cls is _FAILED:
+                    return _FAILED
+                if cls is not type(base):
+                    base, tables = cls(), []
+            tables.append(table)
+        if named is not None:
+            maker = meta["presets"].get(str(named))
+            if maker is None:
+                return self.fail(key, f"there is no preset {str(named)!r}{_nearest(str(named), meta['presets'])}")
+            base = maker()
+        return base, tables
+
+    def kind(self, table: Mapping[str, type[Any]], name: Any, key: str) -> Any:
+        cls = table.get(str(name)) or self.parts.get(str(name))
+        return cls or self.fail(f"{key}.kind", f"there is no kind {str(name)!r}{_nearest(str(name), table)}")
+
+    def fields(self, base: Any, layers: list[dict[str, Any]], key: str) -> Any:
+        cls = type(base)
+        hints, fields = _hints(cls), {field.name: field for field in dataclasses.fields(cls)}
+        for name in dict.fromkeys(name for layer in layers for name in layer if name not in fields):
+            self.fail(f"{key}.{name}".lstrip("."), f"is not a setting{_nearest(name, fields)}")
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            given = [layer[name] for layer in layers if name in layer]
+            current = getattr(base, name)
+            if "base" in field.metadata and given:
+                current = (values[field.metadata["base"]], current)
+            values[name] = self.node(hints[name], field.metadata, current, given, f"{key}.{name}".lstrip("."))
+        if any(value is _FAILED for value in values.values()):
+            return _FAILED
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            self.errors.append(error.under(key) if key else error)
+            return _FAILED
+
+    def variants(self, base: Any, layers: list[Any], key: str) -> Any:
+        model, current = base
+        if model is _FAILED:
+            return _FAILED
+        wrong = next((layer for layer in layers if not isinstance(layer, Mapping)), None)
+        if wrong is not None or None in layers:
+            return self.fail(key, f"expects a table of named variants, not {_show(wrong)}")
+        result = dict(current)
+        for name in dict.fromkeys(name for layer in layers for name in layer):
+            given = [layer[name] for layer in layers if name in layer]
+            result[name] = self.node(type(model), {}, result.get(name, model), given, f"{key}.{name}")
+        return _FAILED if any(value is _FAILED for value in result.values()) else result
+
+    def leaf(self, hint: Any, value: Any, key: str) -> Any:
+        try:
+            return _convert(hint, value)
+        except ValueError as error:
+            return self.fail(key, str(error))
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """`value` as the type `hint`, or a ValueError that says what was expected."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_any(args, value)
+    if isinstance(value, Text) and not (hint is str or (origin is Literal and isinstance(args[0], str))):
+        value = _typed(value)
+    if origin is Literal:
+        value = str(value) if isinstance(value, Text) else value
+        if value in args:
+            return value
+        raise ValueError(f"{_show(value)} is not one of {', '.join(map(str, args))}{_nearest(str(value), args)}")
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            value = [value]
+        return tuple(_convert(args[0], item) for item in value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+        return float(value)
+    if hint is str and isinstance(value, str | Path):
+        return _unquote(value) if isinstance(value, Text) else str(value)
+    raise ValueError(f"expects {_NAMES.get(hint, hint)}, not {_show(value)}")
+
+
+def _convert_any(hints: Sequence[Any], value: Any) -> Any:
+    """`value` as the first of several types that takes it: `float | str` is a fraction or a path."""
+    for hint in hints:
+        try:
+            return _convert(hint, value)
+        except ValueError:
+            continue
+    raise ValueError(f"expects {' or '.join(str(_NAMES.get(hint, hint)) for hint in hints)}, not {_show(value)}")
+
+
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _typed(text: Text) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return str(text)
+
+
+def _unquote(text: Text) -> str:
+    return str(_typed(text)) if text[:1] in ("'", '"') else str(text)
+
+
+def _show(value: Any) -> str:
+    text = repr(str(value) if isinstance(value, Text) else value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _nearest(name: str, names: Iterable[Any]) -> str:
+    """A hint: the valid name nearest to a misspelt one, or all of them if there are few."""
+    known = [str(known) for known in names]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; it is one of {', '.join(known)}" if 0 < len(known) <= 12 else ""
+
+
+def unknown(what: str, name: str, names: Iterable[str]) -> ConfigError:
+    """The error for a name that is in no table, with the nearest one that is."""
+    return ConfigError(f"there is no {what} {name!r}{_nearest(name, names)}")
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def dump(value: Any) -> dict[str, Any]:
+    """Every setting of a configuration as nested plain values, kinds by their names."""
+    table: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if "base" in field.metadata:
+            table[field.name] = {name: dump(variant) for name, variant in item.items()}
+        elif "kinds" in field.metadata:
+            table[field.name] = {"kind": kind_of(item, field.metadata["kinds"]), **dump(item)}
+        elif dataclasses.is_dataclass(item):
+            table[field.name] = dump(item)
+        else:
+            table[field.name] = list(item) if isinstance(item, tuple) else item
+    return table
+
+
+def kind_of(part: Any, table: Mapping[str, type[Any]]) -> str:
+    """The name under which a place knows this part; a part from outside goes by its class name."""
+    return next((name for name, cls in table.items() if cls is type(part)), type(part).__name__)
+
+
+def flat(value: Any) -> dict[str, Any]:
+    """Every leaf of a configuration under its dotted key."""
+    leaves: dict[str, Any] = {}
+
+    def walk(table: Mapping[str, Any], prefix: str) -> None:
+        for name, item in table.items():
+            if isinstance(item, Mapping):
+                walk(item, f"{prefix}{name}.")
+            else:
+                leaves[prefix + name] = item
+
+    walk(value if isinstance(value, Mapping) else dump(value), "")
+    return leaves
+
+
+def digest(value: Any) -> str:
+    """The sha256 of a configuration: equal exactly when every setting is equal."""
+    return hashed(dump(value))
+
+
+def hashed(table: Mapping[str, Any]) -> str:
+    """The sha256 of plain nested values, whatever their order."""
+    return hashlib.sha256(json.dumps(table, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def write(value: Any) -> str:
+    """The TOML text of a configuration; `load` of it gives the same configuration back."""
+    return _toml(value if isinstance(value, Mapping) else dump(value), "").lstrip("\n")
+
+
+def _toml(table: Mapping[str, Any], path: str) -> str:
+    lines = [f"{_key(name)} = {_scalar(item)}\n" for name, item in table.items() if not isinstance(item, Mapping)]
+    header = f"\n[{path}]\n" if path and lines else ""
+    text = header + "".join(lines)
+    for name, item in table.items():
+        if isinstance(item, Mapping):
+            text += _toml(item, f"{path}.{_key(name)}" if path else _key(name))
+    return text
+
+
+def _key(name: str) -> str:
+    plain = name and all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
+    return name if plain else _quote(name)
+
+
+def _quote(text: str) -> str:
+    # JSON's escapes are a subset of TOML's basic string, except that TOML wants DEL escaped too.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _quote(value)
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_scalar, value))}]"
+    raise TypeError(f"a configuration holds no {type(value).__name__}")  # a bug: leaves are checked on the way in

@@ -1,0 +1,133 @@
+"""Files that are whole or absent: atomic writes, checksums and the lock on a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+from trivium.errors import BusyError
+
+_TEMPORARY = re.compile(r"\.tmp-.+-\d+")
+
+
+def temporary(path: Path) -> Path:
+    """The hidden name beside `path` under which this process prepares or retires it."""
+    return path.parent / f".tmp-{path.name}-{os.getpid()}"
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """`data` at `path`, durably: whoever looks, even after a crash, finds the old content or the new."""
+    hidden = temporary(path)
+    try:
+        write_synced(hidden, data)
+        os.replace(hidden, path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """`data` at `path` and on the disk, for a name that nobody looks at yet."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Force the content of a file that somebody else wrote to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Force the names in a folder to the disk: without it a rename may not survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file in hexadecimal, in bounded memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a killed process was still preparing in `folder`; the caller holds the folder's lock.
+
+    The process number in a name is no reason to spare it: in a container the next run often has the same one.
+    """
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a whole folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class Lock:
+    """`with Lock(folder):` is held by one holder at a time; a second one gets a BusyError.
+
+    The kernel lets go when the holder dies, so the file `.lock` that stays behind is no obstacle.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptor = -1
+
+    def __enter__(self) -> Lock:
+        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            # flock, not lockf: it belongs to this opening of the file, so it also refuses within one process.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
+        except BlockingIOError:
+            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            who = f"process {holder}" if holder.isdigit() else "another process"
+            raise BusyError(f"{self.folder} is in use by {who}; wait for it, stop it, or name another folder") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        _close_in_children(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Close this process's handle; the lock is free once no process has one."""
+        # Closing and never LOCK_UN: a forked child that unwinds must not unlock its parent's folder.
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _close_in_children(lock: Lock) -> None:
+    """Forked workers share the handle: one that outlives a killed run would keep its folder locked."""
+    held = weakref.ref(lock)
+
+    def close() -> None:
+        if (lock := held()) is not None:
+            lock._close()
+
+    os.register_at_fork(after_in_child=close)

@@ -1,0 +1,1 @@
+"""From a model to new text: sampling, the one decoding loop, and the text around it."""

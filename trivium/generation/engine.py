@@ -1,0 +1,305 @@
+"""The one decoding loop: a batch of prompts in, one token per live row and step out."""
+
+# B rows, T tokens of the longest prompt, S tokens in the cache, D width, V vocabulary
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trivium.errors import CheckpointError, RequestError
+from trivium.generation.sampling import Sampling, Uniforms, distribution, draw, penalise
+from trivium.models.transformer import States, Transformer
+from trivium.parts.cache import Cache
+
+Reason = Literal["", "end", "length", "context"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One row to decode; its tokens depend on nothing else in the batch."""
+
+    ids: tuple[int, ...]  # the prompt, at least one id: an empty one is the END id alone
+    tokens: int  # new tokens at most
+    sampling: Sampling
+    seed: int
+    sample: int = 0  # the number of this row among several samples of one prompt
+    stop_ids: frozenset[int] = frozenset()  # these end the row as the END id does
+    logprobs: int = 0  # 0 none; n: the chosen token's and those of the n likeliest others
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            raise RequestError("the prompt has no tokens; begin an empty one with the END id")
+        if self.tokens < 1:
+            raise RequestError(f"tokens: {self.tokens} is less than 1; ask for at least one new token")
+        if self.logprobs < 0:
+            raise RequestError(f"logprobs: {self.logprobs} is negative; 0 gives none")
+
+
+class Token(NamedTuple):
+    """One new token; `reason` is set on a row's last one. With the reason "end" the token is not part of the text."""
+
+    row: int
+    id: int
+    logprob: float  # of the model itself, before any filter; nan unless the request asks for logprobs
+    alternatives: tuple[tuple[int, float], ...]  # (id, logprob) of the likeliest other tokens, best first
+    reason: Reason
+
+
+class Stream(Iterator[Token]):
+    """The tokens of a batch as they come; rows can be stopped, and closing it early leaves nothing behind."""
+
+    def __init__(self, rows: Sequence[_Row], tokens: Generator[Token, None, None]) -> None:
+        self._rows = rows
+        self._tokens = tokens
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    def stop(self, row: int) -> None:
+        """No more tokens for this row."""
+        self._rows[row].done = True
+
+    def close(self) -> None:
+        """Stop all rows and free the cache."""
+        self._tokens.close()
+
+
+def stream(
+    model: Transformer, requests: Sequence[Request], *, end: int | None, slide: bool = False, vocab: int = 0
+) -> Stream:
+    """Decode all requests together; each row ends at `end`, at its number of tokens or at the model's context.
+
+    With `slide` a row whose context is full goes on from its last context // 2 tokens. `vocab` > 0 forbids ids from
+    there on: a model may have more rows in its output than its tokenizer has ids.
+    """
+    if model.config.family == "encoder":
+        raise RequestError("an encoder sees both sides of every token, so it cannot continue a text; load a decoder")
+    if model.config.family == "encoder-decoder":
+        raise RequestError("an encoder-decoder writes from a source text, it does not continue a prompt")
+    context, vocab = model.config.context, min(vocab or model.config.vocab, model.config.vocab)
+    for request in requests:
+        if len(request.ids) >= context and not slide:
+            raise RequestError(
+                f"the prompt has {len(request.ids)} tokens, the model's context holds {context} with the new ones; "
+                "shorten it, or slide to use its end only"
+            )
+        if not 0 <= min(request.ids) <= max(request.ids) < vocab:
+            raise RequestError(f"the prompt has ids outside the model's vocabulary of {vocab}; check the tokenizer")
+    rows = [_Row(index, request) for index, request in enumerate(requests)]
+    return Stream(rows, _decode(model, rows, end, slide, vocab))
+
+
+class _Row:
+    """What one request has come to."""
+
+    __slots__ = ("done", "ids", "index", "left", "request", "start", "uniforms")
+
+    def __init__(self, index: int, request: Request) -> None:
+        self.index = index
+        self.request = request
+        self.ids = list(request.ids)  # prompt and new tokens
+        self.start = 0  # the first id that the model still sees
+        self.left = request.tokens
+        self.done = False
+        self.uniforms = Uniforms(request.seed, request.sample)
+
+    def add(self, id: int, end: int | None, context: int) -> Reason:
+        """Take a new token; the reason if it is the last."""
+        self.ids.append(id)
+        self.left -= 1
+        reason: Reason = ""
+        if id == end or id in self.request.stop_ids:
+            reason = "end"
+        elif not self.left:
+            reason = "length"
+        elif context and len(self.ids) - self.start >= context:
+            reason = "context"
+        self.done = bool(reason)
+        return reason
+
+
+def _decode(
+    model: Transformer, rows: list[_Row], end: int | None, slide: bool, vocab: int
+) -> Generator[Token, None, None]:
+    with evaluating(model):
+        batch = _Batch(model, rows, vocab)
+        limit = 0 if slide else model.config.context
+        while True:
+            # per step, not around the loop: the mode belongs to the thread, and the caller runs between two tokens
+            with torch.inference_mode():
+                step = batch.step() if batch.settle() else None
+            if step is None:
+                return
+            for row, id, logprob, alternatives in zip(batch.rows, step.ids, step.logprobs, step.others, strict=True):
+                if not row.done:
+                    asked = row.request.logprobs
+                    reason = row.add(id, end, limit)
+                    others = tuple(pair for pair in alternatives if pair[0] != id)[:asked]
+                    yield Token(row.index, id, logprob if asked else math.nan, others, reason)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model without dropout; afterwards each module is as it was."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Step(NamedTuple):
+    """One new token for every row of the batch, finished rows included."""
+
+    ids: list[int]
+    logprobs: list[float]
+    others: list[list[tuple[int, float]]]
+
+
+class _Batch:
+    """The rows that share a cache, left-padded to one length; rows that are done leave when that pays."""
+
+    def __init__(self, model: Transformer, rows: list[_Row], vocab: int) -> None:
+        self.model = model
+        self.rows = rows
+        self.vocab = vocab
+        self.context = model.config.context
+        self.cache: Cache | None = None
+        self.last_B: Tensor | None = None  # drawn, but not read by the model yet
+        self.pads_B1: Tensor | None = None  # padding per row; None if there is none
+        self.seen_BV: Tensor | None = None
+        self.groups: list[tuple[Sampling, list[int], Tensor | None]] = []
+        self.asked = 0  # the most logprobs that a row wants
+
+    def settle(self) -> bool:
+        """Before a step: let finished rows go if at least half are; False if no row is left."""
+        live = [index for index, row in enumerate(self.rows) if not row.done]
+        if self.cache is None:
+            self.rows = [self.rows[index] for index in live]
+        elif len(live) * 2 <= len(self.rows) and live:
+            self._keep(live)
+        return bool(live)
+
+    def step(self) -> _Step:
+        """The next token of every row."""
+        if self.cache is None or self.cache.length == self.context:
+            hidden_BD = self._read()
+        else:
+            hidden_BD = self._advance(self.cache)
+        logits_BV = self.model.head.logits(hidden_BD).float()
+        if not bool(logits_BV.amax(-1).isfinite().all()):  # amax keeps a nan
+            raise CheckpointError(
+                "the model's scores are not finite; its weights are damaged, load an older checkpoint"
+            )
+        last_B = self._choose(logits_BV[:, : self.vocab])
+        self.last_B = last_B
+        if self.seen_BV is not None:
+            self.seen_BV.scatter_(1, last_B[:, None], True)
+        ids = last_B.tolist()
+        if not self.asked:
+            return _Step(ids, [math.nan] * len(ids), [[]] * len(ids))
+        return _Step(ids, *_logprobs(logits_BV, last_B, self.asked))
+
+    def _read(self) -> Tensor:
+        """The last states of all live rows, read from the beginning of what they may still see."""
+        self.cache = None  # before the new one is made: only one is in memory
+        self.rows = [row for row in self.rows if not row.done]
+        for row in self.rows:
+            if len(row.ids) - row.start > self.context:  # it slides: without that it would be done
+                row.start = len(row.ids) - max(1, self.context // 2)
+        texts = [row.ids[row.start :] for row in self.rows]
+        device, longest = self.model.device, max(map(len, texts))
+        pads = [longest - len(text) for text in texts]
+        padded = [[0] * pad + text for pad, text in zip(pads, texts, strict=True)]
+        tokens_BT = torch.tensor(padded, device=device)
+        self.pads_B1 = torch.tensor(pads, device=device)[:, None] if any(pads) else None
+        self._group()
+        if any(row.request.sampling.penalises for row in self.rows):
+            self.seen_BV = torch.zeros(len(self.rows), self.vocab, dtype=torch.bool, device=device)
+            for index, row in enumerate(self.rows):
+                self.seen_BV[index, torch.tensor(row.ids, device=device)] = True
+        room = max(row.left for row in self.rows) - 1  # the last token is never read
+        self.cache = self.model.cache(len(self.rows), min(self.context, longest + room))
+        return self._forward(tokens_BT, self.cache)
+
+    def _advance(self, cache: Cache) -> Tensor:
+        assert self.last_B is not None
+        return self._forward(self.last_B[:, None], cache)
+
+    def _forward(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
+        """The states [B, D] of the last tokens; without padding the model takes its fast path."""
+        states: States
+        if self.pads_B1 is None:
+            states = self.model(tokens_BT, cache=cache)
+        else:
+            at_1S = torch.arange(cache.length + tokens_BT.shape[1], device=tokens_BT.device)[None]
+            positions_BT = (at_1S[:, cache.length :] - self.pads_B1).clamp(min=0)
+            states = self.model(tokens_BT, positions=positions_BT, padding=at_1S >= self.pads_B1, cache=cache)
+        return states.hidden[:, -1]
+
+    def _keep(self, live: list[int]) -> None:
+        assert self.cache is not None
+        assert self.last_B is not None
+        index = torch.tensor(live, device=self.model.device)
+        self.cache.keep(index)
+        self.last_B = self.last_B[index]
+        self.rows = [self.rows[row] for row in live]
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV[index]
+        if self.pads_B1 is not None:
+            pads_B1 = self.pads_B1[index]
+            self.pads_B1 = pads_B1 if bool(pads_B1.any()) else None
+        self._group()
+
+    def _group(self) -> None:
+        """Rows by how they sample, so that each way runs once; the usual single group needs no index."""
+        self.asked = max(row.request.logprobs for row in self.rows)
+        groups: dict[Sampling, list[int]] = {}
+        for index, row in enumerate(self.rows):
+            groups.setdefault(row.request.sampling, []).append(index)
+        device = self.model.device
+        self.groups = [
+            (sampling, rows, torch.tensor(rows, device=device) if len(groups) > 1 else None)
+            for sampling, rows in groups.items()
+        ]
+
+    def _choose(self, logits_BV: Tensor) -> Tensor:
+        if len(self.groups) == 1:
+            sampling, rows, _ = self.groups[0]
+            return self._choose_alike(logits_BV, self.seen_BV, sampling, rows)
+        last_B = torch.empty(len(self.rows), dtype=torch.long, device=logits_BV.device)
+        for sampling, rows, index in self.groups:
+            seen = self.seen_BV[index] if self.seen_BV is not None else None
+            last_B[index] = self._choose_alike(logits_BV[index], seen, sampling, rows)
+        return last_B
+
+    def _choose_alike(self, logits_BV: Tensor, seen_BV: Tensor | None, sampling: Sampling, rows: list[int]) -> Tensor:
+        if sampling.greedy:  # no softmax over the vocabulary
+            if sampling.penalises:
+                assert seen_BV is not None
+                logits_BV = penalise(logits_BV, seen_BV, sampling.repetition_penalty)
+            return logits_BV.argmax(-1)
+        uniform_B = torch.tensor([self.rows[row].uniforms.next() for row in rows], dtype=torch.float64)
+        probabilities_BV = distribution(logits_BV, seen_BV, sampling)
+        return draw(probabilities_BV, uniform_B)
+
+
+def _logprobs(logits_BV: Tensor, ids_B: Tensor, count: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """The log-probability of each chosen id, and the `count` + 1 best ids: the chosen one may be among them."""
+    all_BV = logits_BV.log_softmax(-1)
+    best = all_BV.topk(min(count + 1, all_BV.shape[-1]), dim=-1)
+    others = [
+        list(zip(ids, values, strict=True))
+        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    return all_BV.gather(-1, ids_B[:, None])[:, 0].tolist(), others

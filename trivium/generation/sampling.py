@@ -1,0 +1,135 @@
+"""From scores to the next token: pure functions on logits, in the order of the spec (inspection §1).
+
+Repetition penalty, temperature, top-k, top-p, min-p, draw.
+"""
+
+# B rows, V vocabulary
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trivium.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is chosen; the defaults draw from the model's own distribution."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0  # 1 keeps all
+    min_p: float = 0.0  # 0 keeps all
+    repetition_penalty: float = 1.0  # above 1 makes tokens that were already seen less likely
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise RequestError(f"temperature: {self.temperature} is not a number from 0 (greedy) upwards; try 0.8")
+        if self.top_k < 0:
+            raise RequestError(f"top_k: {self.top_k} is negative; 0 keeps every token")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p: {self.top_p} is not above 0 and at most 1; 1 keeps every token")
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p: {self.min_p} is not between 0 and 1; 0 keeps every token")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise RequestError(f"repetition_penalty: {self.repetition_penalty} is not above 0; 1 is no penalty")
+
+    @property
+    def greedy(self) -> bool:
+        """True if the likeliest token is always chosen, so that nothing has to be drawn."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1
+
+
+def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
+    """Positive logits of seen tokens divided by the penalty, negative ones multiplied by it (CTRL)."""
+    punished = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return torch.where(seen_BV, punished, logits_BV)
+
+
+def heat(logits_BV: Tensor, temperature: float) -> Tensor:
+    """Logits divided by the temperature, shifted so that the highest is 0: a tiny temperature cannot overflow."""
+    shifted = logits_BV - logits_BV.amax(-1, keepdim=True)
+    return shifted / max(temperature, 1e-30)  # float32 would round anything much smaller to 0
+
+
+def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
+    """All but the k highest logits set to minus infinity; ties with the k-th stay; 0 keeps all."""
+    if not 0 < k < logits_BV.shape[-1]:
+        return logits_BV
+    least_B1 = logits_BV.topk(k, dim=-1).values[..., -1:]
+    return logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
+
+
+def keep_top_p(logits_BV: Tensor, p: float) -> Tensor:
+    """The smallest set with mass at least p, the token that crosses p included; 1 keeps all."""
+    if p >= 1:
+        return logits_BV
+    # stable: which of two equal tokens stays must not depend on the batch or the device
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+    mass_BV = sorted_BV.softmax(-1)
+    drop_sorted_BV = mass_BV.cumsum(-1) - mass_BV >= p  # the mass before a token already suffices
+    drop_sorted_BV[..., 0] = False
+    drop_BV = torch.zeros_like(drop_sorted_BV).scatter(-1, order_BV, drop_sorted_BV)
+    return logits_BV.masked_fill(drop_BV, -math.inf)
+
+
+def keep_min_p(logits_BV: Tensor, p: float) -> Tensor:
+    """The tokens at least p times as probable as the likeliest one; 0 keeps all."""
+    if p <= 0:
+        return logits_BV
+    least_B1 = logits_BV.amax(-1, keepdim=True) + math.log(p)
+    return logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
+
+
+def distribution(logits_BV: Tensor, seen_BV: Tensor | None, sampling: Sampling) -> Tensor:
+    """The probabilities to draw from; `seen` is True at ids that already occurred, needed only for the penalty."""
+    if sampling.penalises:
+        assert seen_BV is not None
+        logits_BV = penalise(logits_BV, seen_BV, sampling.repetition_penalty)
+    if sampling.greedy:
+        return F.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1]).to(logits_BV.dtype)
+    logits_BV = heat(logits_BV, sampling.temperature)
+    logits_BV = keep_top_k(logits_BV, sampling.top_k)
+    logits_BV = keep_top_p(logits_BV, sampling.top_p)
+    return keep_min_p(logits_BV, sampling.min_p).softmax(-1)
+
+
+def draw(probabilities_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The ids [B] where each row's cumulated probability passes its uniform number in [0, 1): inverse CDF."""
+    # float32 sums over 50k ids lose the tail; mps has no float64
+    wide = torch.float32 if probabilities_BV.device.type == "mps" else torch.float64
+    total_BV = probabilities_BV.to(wide).cumsum(-1)
+    last_B1 = total_BV[..., -1:]
+    # strictly below the total, however the product rounds: an id of probability 0 is never drawn
+    below_B1 = torch.nextafter(last_B1, torch.zeros_like(last_B1))
+    uniform_B1 = uniform_B.to(wide).to(last_B1.device)[..., None]
+    target_B1 = torch.minimum(uniform_B1 * last_B1, below_B1)
+    return torch.searchsorted(total_BV, target_B1, right=True).squeeze(-1)
+
+
+class Uniforms:
+    """The random numbers of one row, a function of (seed, sample) only: whatever else is in the batch."""
+
+    BLOCK = 64  # torch.rand gives other numbers in other sizes, so the size is part of the sequence
+
+    def __init__(self, seed: int, sample: int) -> None:
+        # hashed: neighbouring seeds and samples must not give related streams
+        mixed = hashlib.sha256(f"{seed}/{sample}".encode()).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
+        self._ready: list[float] = []
+
+    def next(self) -> float:
+        """The next number in [0, 1)."""
+        if not self._ready:
+            self._ready = torch.rand(self.BLOCK, generator=self._generator, dtype=torch.float64).tolist()
+        return self._ready.pop()

@@ -1,0 +1,206 @@
+"""Prompts in, text out: whole characters, stop strings, several samples."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Literal
+
+from trivium.errors import RequestError
+from trivium.generation.engine import Request, Token, stream
+from trivium.generation.sampling import Sampling
+from trivium.models.transformer import Transformer
+from trivium.text.stream import TextStream
+from trivium.text.tokenizer import Tokenizer
+
+Ending = Literal["end", "length", "context", "stop"]
+Alternatives = tuple[tuple[int, float], ...]
+
+
+class Completion(str):
+    """The new text of one prompt, a string that knows how it came about.
+
+    `ids` are the tokens whose text is at least partly in it: the END id is not, and a stop string takes the tokens
+    that lie wholly behind the cut with it. `tokens` counts all that were drawn.
+    """
+
+    prompt: str
+    ids: list[int]
+    reason: Ending
+    logprobs: list[float] | None  # one per id, or None if they were not asked for
+    alternatives: list[Alternatives] | None
+    tokens: int
+
+    def __new__(
+        cls,
+        text: str,
+        *,
+        prompt: str,
+        ids: list[int],
+        reason: Ending,
+        logprobs: list[float] | None,
+        alternatives: list[Alternatives] | None,
+        tokens: int,
+    ) -> Completion:
+        self = super().__new__(cls, text)
+        self.prompt = prompt
+        self.ids = ids
+        self.reason = reason
+        self.logprobs = logprobs
+        self.alternatives = alternatives
+        self.tokens = tokens
+        return self
+
+
+class Transcript:
+    """The text of one row as its tokens arrive; it ends before the stop string that is complete first."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.reason: Ending | Literal[""] = ""
+        self._stop = tuple(stop)
+        self._decoder = TextStream(tokenizer)
+        self._drawn: list[Token] = []
+        self._before: list[int] = []  # characters of text before each token
+        self._length = 0  # characters of text so far
+        self._sent: list[str] = []
+        self._held = ""  # may be the beginning of a stop string
+
+    def push(self, token: Token) -> str:
+        """The text that is certain now; the last token (`reason` is set then) releases all of it."""
+        self._drawn.append(token)
+        self._before.append(self._length)
+        new = "" if token.reason == "end" else self._decoder.push(token.id)
+        if token.reason:
+            self.reason = token.reason
+            new += self._decoder.finish()
+        self._length += len(new)
+        text = self._held + new
+        cut = first_stop(text, self._stop)
+        if cut is not None:
+            self.reason = "stop"
+            self._length += cut - len(text)
+            text = text[:cut]
+        keep = 0 if self.reason else _beginning(text, self._stop)
+        certain, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        self._sent.append(certain)
+        return certain
+
+    def completion(self, prompt: str, *, logprobs: bool) -> Completion:
+        """Everything so far; call it when the row is done."""
+        assert self.reason
+        kept = [token for token in self._drawn if token.reason != "end"]
+        if self.reason == "stop":
+            kept = [token for token, before in zip(kept, self._before, strict=False) if before < self._length]
+        return Completion(
+            "".join(self._sent),
+            prompt=prompt,
+            ids=[token.id for token in kept],
+            reason=self.reason,
+            logprobs=[token.logprob for token in kept] if logprobs else None,
+            alternatives=[token.alternatives for token in kept] if logprobs else None,
+            tokens=len(self._drawn),
+        )
+
+
+def first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the stop string begins that is complete first (of several, the longest); None if there is none.
+
+    Judged by where it is complete, so that the answer does not depend on how the text was cut into tokens.
+    """
+    found = [(text.find(word) + len(word), text.find(word)) for word in stop if word in text]
+    return min(found)[1] if found else None
+
+
+def _beginning(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of a stop string."""
+    longest = min(len(text), max(map(len, stop), default=1) - 1)
+    sizes = range(longest, 0, -1)
+    return next((size for size in sizes if any(word.startswith(text[-size:]) for word in stop)), 0)
+
+
+def complete(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    tokens: int,
+    sampling: Sampling,
+    seed: int,
+    n: int = 1,
+    stop: Sequence[str] = (),
+    logprobs: int = 0,
+    slide: bool = False,
+    rows: int = 64,
+) -> list[list[Completion]]:
+    """`n` samples for each prompt, decoded `rows` at a time; an empty prompt begins a new document."""
+    if n < 1:
+        raise RequestError(f"n: {n} is less than 1; ask for at least one sample")
+    _check(stop)
+    requests = [
+        Request(ids=ids, tokens=tokens, sampling=sampling, seed=seed, sample=sample, logprobs=logprobs)
+        for ids in (_ids(tokenizer, prompt) for prompt in prompts)
+        for sample in range(n)
+    ]
+    transcripts = [Transcript(tokenizer, stop) for _ in requests]
+    # all are checked before the first is decoded; equal lengths together need no padding
+    order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
+    chunks = [order[first : first + rows] for first in range(0, len(order), rows)]
+    streams = [
+        stream(model, [requests[index] for index in chunk], end=tokenizer.end, slide=slide, vocab=tokenizer.size)
+        for chunk in chunks
+    ]
+    for chunk, decoding in zip(chunks, streams, strict=True):
+        for token in decoding:
+            transcript = transcripts[chunk[token.row]]
+            transcript.push(token)
+            if transcript.reason == "stop":
+                decoding.stop(token.row)
+    return [
+        [transcripts[first * n + sample].completion(prompt, logprobs=logprobs > 0) for sample in range(n)]
+        for first, prompt in enumerate(prompts)
+    ]
+
+
+def stream_text(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    sampling: Sampling,
+    seed: int,
+    stop: Sequence[str] = (),
+    logprobs: int = 0,
+    slide: bool = False,
+) -> Generator[str, None, Completion]:
+    """The text of `complete` piece by piece, never half a character; the generator's return value is the whole."""
+    _check(stop)
+    ids = _ids(tokenizer, prompt)
+    request = Request(ids=ids, tokens=tokens, sampling=sampling, seed=seed, logprobs=logprobs)
+    decoding = stream(model, [request], end=tokenizer.end, slide=slide, vocab=tokenizer.size)
+    transcript = Transcript(tokenizer, stop)
+
+    # a second function, so that a bad request is refused when it is made and not at the first piece
+    def pieces() -> Generator[str, None, Completion]:
+        try:
+            for token in decoding:
+                text = transcript.push(token)
+                if text:
+                    yield text
+                if transcript.reason:
+                    break
+        finally:
+            decoding.close()
+        return transcript.completion(prompt, logprobs=logprobs > 0)
+
+    return pieces()
+
+
+def _ids(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(prompt)) or (tokenizer.end,)
+
+
+def _check(stop: Sequence[str]) -> None:
+    if isinstance(stop, str):
+        raise RequestError(f"stop: {stop!r} is one string; give a list, [{stop!r}]")
+    if "" in stop:
+        raise RequestError('stop: "" is in every text; leave it out')

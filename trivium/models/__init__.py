@@ -1,0 +1,1 @@
+"""Three families from the same parts: encoder, decoder and encoder-decoder."""

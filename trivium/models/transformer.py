@@ -1,0 +1,160 @@
+"""The model of all three families: plain tensors in, States out; the output part turns states into logits or loss."""
+
+# B batch, T tokens, S keys (cached and new), D width
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from trivium.errors import ConfigError, RequestError
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.stack import PlainStack
+from trivium.parts.cache import Cache
+from trivium.parts.masks import Mask
+from trivium.parts.output import Head
+
+
+class States(NamedTuple):
+    """What a forward pass gives: hidden states [B, T, D], and named extra losses (balance, ponder, …)."""
+
+    hidden: Tensor
+    extra: dict[str, Tensor]
+
+
+class Transformer(nn.Module):
+    """Encoder, decoder or both, built from one ModelConfig. Use `build` to get one with its weights drawn."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab < 1:
+            raise ConfigError("model.vocab: the size of the vocabulary is not known yet; set it or give a tokenizer")
+        self.config = config
+        site = config.site()
+        self.embedding = config.embedding.build(site)
+        both = config.family == "encoder-decoder"
+        self.encoder = _side(config, config.encoder, causal=False, crossed=False)
+        self.decoder = _side(config, config.decoder, causal=True, crossed=both)
+        tied = self.embedding.weight if config.embedding.tie == "output" else None
+        self.output = config.output.build(site, tied)
+
+    @property
+    def head(self) -> Head:
+        """The output part, by what it can do."""
+        return cast(Head, self.output)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        source: Tensor | None = None,
+        source_padding: Tensor | None = None,
+    ) -> States:
+        """The states of `tokens` [B, T].
+
+        `padding` [B, S] is True at real tokens, cached ones included; `positions` [B, T] default to the running
+        index; `documents` [B, T] keeps packed documents apart; `source` is the encoder's input where there are two.
+        """
+        memory: Tensor | None = None
+        if self.encoder is not None and self.decoder is not None:
+            if source is None:
+                raise RequestError("an encoder-decoder needs a source: pass source= or use logits(source, target)")
+            memory = self._run(self.encoder, source, None, Mask(padding=source_padding), None)
+        elif source is not None:
+            raise RequestError(f"a model of the {self.config.family} family takes no source")
+        side = cast(PlainStack, self.decoder if self.decoder is not None else self.encoder)
+        mask = Mask(causal=self.decoder is not None, padding=padding, documents=documents)
+        hidden = self._run(side, tokens, positions, mask, cache, memory, Mask(padding=source_padding))
+        return States(hidden, {})
+
+    def _run(
+        self,
+        side: PlainStack,
+        tokens: Tensor,
+        positions: Tensor | None,
+        mask: Mask,
+        cache: Cache | None,
+        memory: Tensor | None = None,
+        memory_mask: Mask | None = None,
+    ) -> Tensor:
+        start, length = 0 if cache is None else cache.length, tokens.shape[1]
+        if start + length > self.config.context:
+            raise RequestError(f"{start + length} tokens are more than the model's context of {self.config.context}")
+        if positions is None:
+            positions = torch.arange(start, start + length, device=tokens.device)[None]
+        x_BTD = side.embed(self.embedding.enter(tokens), positions)
+        result: Tensor = side(self.embedding.leave(x_BTD), positions, mask, cache, memory, memory_mask)
+        return result
+
+    def cache(self, rows: int, longest: int) -> Cache:
+        """An empty cache for `rows` sequences of at most `longest` tokens."""
+        if self.decoder is None:
+            raise RequestError("an encoder sees its whole input at once, so it cannot generate token by token")
+        weight = self.embedding.weight
+        return Cache(rows, longest, self.decoder.cache_shapes, weight.device, weight.dtype)
+
+
+def _side(config: ModelConfig, stack: object, *, causal: bool, crossed: bool) -> PlainStack | None:
+    return PlainStack(stack, config, causal=causal, crossed=crossed) if isinstance(stack, Stack) else None
+
+
+def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
+    """A new model with its weights drawn from `seed`; on the meta device it only has shapes."""
+    if str(device) == "meta":
+        with torch.device("meta"):
+            return Transformer(config)
+    model = Transformer(config)
+    # Drawn on the CPU whatever the device: the same seed gives the same weights everywhere.
+    config.init.apply(model, layers=config.layers, generator=torch.Generator().manual_seed(seed))
+    return model.to(device)
+
+
+def empty(config: ModelConfig) -> Transformer:
+    """A model whose weights are about to be loaded."""
+    return Transformer(config)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The distinct tensors that a checkpoint holds, by name; a tied matrix appears once, under its first name."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    saved = model.state_dict()
+    alias = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {**parameters, **{name: tensor for name, tensor in saved.items() if name not in alias}}
+
+
+def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Fill a model; a missing, extra or misshapen tensor is refused before any is copied."""
+    own = weights(model)
+    wrong = [f"{name} is missing" for name in own if name not in tensors]
+    wrong += [f"{name} is not part of this model" for name in tensors if name not in own]
+    wrong += [
+        f"{name} has shape {list(tensors[name].shape)}, not {list(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ConfigError(f"the weights do not fit the configuration: {wrong[0]}{more}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def with_vocab(config: ModelConfig, size: int) -> ModelConfig:
+    """The configuration with its vocabulary filled in from a tokenizer, if it left that open."""
+    if config.vocab == 0:
+        return replace(config, vocab=size)
+    if config.vocab < size:
+        raise ConfigError(f"model.vocab: {config.vocab} is smaller than the tokenizer's {size}; set it to 0")
+    return config

@@ -1,0 +1,86 @@
+"""How the rate changes over a run (spec: training §2): pure functions of the step, all that a resume needs.
+
+Steps count updates from 1. Lengths below 1 are a share of the run, others a number of steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from trivium.config import at_least
+from trivium.errors import ConfigError
+
+
+class Schedule(Protocol):
+    """The factor of the peak rate at update `step` of `total`."""
+
+    def factor(self, step: int, total: int) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constant:
+    """Linear warm-up, then flat."""
+
+    warmup: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least("warmup", self.warmup, 0)
+
+    def factor(self, step: int, total: int) -> float:
+        return _rise(step, _steps(self.warmup, total))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cosine:
+    """Linear warm-up, then half a cosine down to `floor` of the peak."""
+
+    warmup: float = 0.02
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        at_least("warmup", self.warmup, 0)
+        at_least("floor", self.floor, 0)
+
+    def factor(self, step: int, total: int) -> float:
+        warmup = _steps(self.warmup, total)
+        if step < warmup:
+            return _rise(step, warmup)
+        share = min(1.0, (step - warmup) / max(1, total - warmup))
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wsd:
+    """Warm-up, stable, decay: flat until the last `decay` steps, which fall to `floor` of the peak."""
+
+    warmup: float = 0.02
+    decay: float = 0.2
+    floor: float = 0.0
+    shape: Literal["linear", "sqrt"] = "linear"
+
+    def __post_init__(self) -> None:
+        at_least("warmup", self.warmup, 0)
+        at_least("floor", self.floor, 0)
+        if not self.decay > 0:
+            raise ConfigError(f"decay: {self.decay} is not positive; try 0.2, or the constant schedule")
+
+    def factor(self, step: int, total: int) -> float:
+        warmup, decay = _steps(self.warmup, total), _steps(self.decay, total)
+        if step < warmup:
+            return _rise(step, warmup)
+        share = min(1.0, max(0.0, (step - (total - decay)) / max(1, decay)))
+        left = 1 - (math.sqrt(share) if self.shape == "sqrt" else share)
+        return self.floor + (1 - self.floor) * left
+
+
+SCHEDULES: dict[str, type[Schedule]] = {"constant": Constant, "cosine": Cosine, "wsd": Wsd}
+
+
+def _steps(length: float, total: int) -> int:
+    return round(length * total) if length < 1 else int(length)
+
+
+def _rise(step: int, warmup: int) -> float:
+    return min(1.0, step / warmup) if warmup else 1.0

@@ -1,0 +1,52 @@
+"""Keys and values of the tokens seen so far, one preallocated pair of tensors per layer."""
+
+# B batch, G key/value heads, T new tokens, S longest length, E head size
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Shape(NamedTuple):
+    """What one layer keeps per token: G heads of E_k for keys, of E_v for values."""
+
+    heads: int
+    key: int
+    value: int
+
+
+class LayerCache:
+    """One layer's keys and values; `append` writes in place and returns everything so far as views."""
+
+    def __init__(self, rows: int, longest: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        self.keys = torch.zeros(rows, shape.heads, longest, shape.key, device=device, dtype=dtype)
+        self.values = torch.zeros(rows, shape.heads, longest, shape.value, device=device, dtype=dtype)
+
+    def append(self, key_BGTE: Tensor, value_BGTE: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        end = start + key_BGTE.shape[2]
+        self.keys[:, :, start:end] = key_BGTE
+        self.values[:, :, start:end] = value_BGTE
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class Cache:
+    """The state of a generation: every layer's cache, and how many tokens they hold."""
+
+    def __init__(
+        self, rows: int, longest: int, shapes: Sequence[Shape], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.layers = [LayerCache(rows, longest, shape, device, dtype) for shape in shapes]
+        self.rows = rows
+        self.longest = longest
+        self.length = 0
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep (and reorder to) these rows only: finished rows leave the batch."""
+        for layer in self.layers:
+            layer.keys = layer.keys[rows]
+            layer.values = layer.values[rows]
+        self.rows = len(rows)

@@ -1,0 +1,120 @@
+"""The position-wise network of a block (spec: architecture §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trivium.config import fraction
+from trivium.errors import ConfigError
+from trivium.parts.linear import Linear
+from trivium.parts.site import Cost, Site, matrix
+
+Activation = Literal["relu", "gelu", "gelu-tanh", "silu", "relu2"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,  # erf: BERT, RoBERTa, BART
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),  # GPT-1/2, T5 v1.1; differs by up to 4.7e-4
+    "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class FeedForward(Protocol):
+    """The options of a feed-forward part."""
+
+    def build(self, site: Site) -> nn.Module: ...
+    def cost(self, site: Site) -> Cost: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlp:
+    """Two matrices with an activation between them, and none after the second."""
+
+    hidden: int = 0  # 0 means 4 x width
+    activation: Activation = "gelu-tanh"
+    bias: bool = True
+    dropout: float = 0.0  # of the hidden layer
+
+    def __post_init__(self) -> None:
+        _check(self.hidden, self.dropout)
+
+    def size(self, site: Site) -> int:
+        return self.hidden or 4 * site.width
+
+    def build(self, site: Site) -> nn.Module:
+        return MlpFeedForward(self, site)
+
+    def cost(self, site: Site) -> Cost:
+        size = self.size(site)
+        return matrix(site.width, size, bias=self.bias).plus(matrix(size, site.width, bias=self.bias))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Glu:
+    """A gated network: `(act(x W_gate) * x W_up) W_down`; SiLU makes it SwiGLU."""
+
+    hidden: int = 0  # 0 means LLaMA's rule: 8/3 x width, rounded up to a multiple
+    multiple: int = 256
+    activation: Activation = "silu"
+    bias: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.hidden, self.dropout)
+        if self.multiple < 1:
+            raise ConfigError(f"multiple: {self.multiple} is less than 1")
+
+    def size(self, site: Site) -> int:
+        return self.hidden or -(-int(8 * site.width / 3) // self.multiple) * self.multiple
+
+    def build(self, site: Site) -> nn.Module:
+        return GluFeedForward(self, site)
+
+    def cost(self, site: Site) -> Cost:
+        size = self.size(site)
+        up = matrix(site.width, size, bias=self.bias)
+        return up.plus(up).plus(matrix(size, site.width, bias=self.bias))
+
+
+FEEDFORWARDS: dict[str, type[FeedForward]] = {"mlp": Mlp, "glu": Glu}
+
+
+class MlpFeedForward(nn.Module):
+    def __init__(self, options: Mlp, site: Site) -> None:
+        super().__init__()
+        size = options.size(site)
+        self.up = Linear(site.width, size, bias=options.bias, role="up")
+        self.down = Linear(size, site.width, bias=options.bias, role="down")
+        self.activation = ACTIVATIONS[options.activation]
+        self.drop = nn.Dropout(options.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.drop(self.activation(self.up(x))))
+        return result
+
+
+class GluFeedForward(nn.Module):
+    def __init__(self, options: Glu, site: Site) -> None:
+        super().__init__()
+        size = options.size(site)
+        self.gate = Linear(site.width, size, bias=options.bias, role="gate")
+        self.up = Linear(site.width, size, bias=options.bias, role="up")
+        self.down = Linear(size, site.width, bias=options.bias, role="down")
+        self.activation = ACTIVATIONS[options.activation]
+        self.drop = nn.Dropout(options.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.drop(self.activation(self.gate(x)) * self.up(x)))
+        return result
+
+
+def _check(hidden: int, dropout: float) -> None:
+    if hidden < 0:
+        raise ConfigError(f"hidden: {hidden} is negative; 0 means the usual size")
+    fraction("dropout", dropout)

@@ -1,0 +1,23 @@
+"""The one linear layer of the package: it knows its role, so that init, decay and adapters need no name patterns."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "head", "project"]
+
+# Layers that write into the residual stream: GPT-2 scales their init by depth.
+WRITERS: frozenset[Role] = frozenset({"attention-out", "down"})
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with a role and without a draw of its own: the model's init part fills every weight."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, role: Role) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.role: Role = role
+
+    def reset_parameters(self) -> None:
+        """Nothing: `init` decides, once, for the whole model."""

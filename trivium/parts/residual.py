@@ -1,0 +1,93 @@
+"""How a sub-layer joins the residual stream (spec: architecture §3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from trivium.parts.norms import Norm
+from trivium.parts.site import Cost, Site
+
+
+class Connection(Protocol):
+    """The two ends of a sub-layer: what it reads, and how its output returns to the stream."""
+
+    def enter(self, x: Tensor) -> Tensor: ...
+    def leave(self, x: Tensor, y: Tensor) -> Tensor: ...
+
+
+class Residual(Protocol):
+    """The options of a residual scheme."""
+
+    def build(self, site: Site, norm: Norm, dropout: float) -> nn.Module: ...
+    def final(self, site: Site, norm: Norm) -> nn.Module: ...
+    def cost(self, site: Site, norm: Norm) -> Cost: ...
+    def final_cost(self, site: Site, norm: Norm) -> Cost: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pre:
+    """`x + drop(F(norm(x)))` and one norm after the stack: GPT-2, T5, LLaMA."""
+
+    def build(self, site: Site, norm: Norm, dropout: float) -> nn.Module:
+        return PreConnection(norm.build(site), dropout)
+
+    def final(self, site: Site, norm: Norm) -> nn.Module:
+        return norm.build(site)
+
+    def cost(self, site: Site, norm: Norm) -> Cost:
+        return norm.cost(site)
+
+    def final_cost(self, site: Site, norm: Norm) -> Cost:
+        return norm.cost(site)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Post:
+    """`norm(x + drop(F(x)))` and no final norm: Vaswani, GPT-1, BERT."""
+
+    def build(self, site: Site, norm: Norm, dropout: float) -> nn.Module:
+        return PostConnection(norm.build(site), dropout)
+
+    def final(self, site: Site, norm: Norm) -> nn.Module:
+        return nn.Identity()
+
+    def cost(self, site: Site, norm: Norm) -> Cost:
+        return norm.cost(site)
+
+    def final_cost(self, site: Site, norm: Norm) -> Cost:
+        return Cost()
+
+
+RESIDUALS: dict[str, type[Residual]] = {"pre": Pre, "post": Post}
+
+
+class PreConnection(nn.Module):
+    def __init__(self, norm: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.norm = norm
+        self.drop = nn.Dropout(dropout)
+
+    def enter(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(x)
+        return result
+
+    def leave(self, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = x + self.drop(y)
+        return result
+
+
+class PostConnection(nn.Module):
+    def __init__(self, norm: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.norm = norm
+        self.drop = nn.Dropout(dropout)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = self.norm(x + self.drop(y))
+        return result

@@ -1,0 +1,36 @@
+"""Where a part stands in a model, and what it says it costs there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """All that a part may know of its surroundings; it never sees the whole configuration."""
+
+    width: int  # D, the size of the residual stream
+    context: int  # the longest input
+    vocab: int = 0
+    layer: int = 0
+    depth: int = 1  # layers in this stack
+    causal: bool = True
+    source: int = 0  # the width that keys and values come from; 0 unless this is cross-attention
+    head: int = 0  # E, the size of one head, for positions that act inside attention
+    heads: int = 0  # H, query heads, for positions that add a bias per head
+
+
+class Cost(NamedTuple):
+    """What a part adds to a model: parameters, and forward FLOPs per token at the site's full context."""
+
+    parameters: int = 0
+    flops: int = 0
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(self.parameters + other.parameters, self.flops + other.flops)
+
+
+def matrix(inputs: int, outputs: int, *, bias: bool = False) -> Cost:
+    """The cost of one linear layer: a multiply-add counts as two operations, a bias as none."""
+    return Cost(inputs * outputs + (outputs if bias else 0), 2 * inputs * outputs)

@@ -1,0 +1,1 @@
+"""A run from recipe to trained model: prepare, loop, guard, record."""

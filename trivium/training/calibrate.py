@@ -1,0 +1,52 @@
+"""How many steps fit a budget in minutes: measured once at the start on a copy that is thrown away."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from trivium.errors import ConfigError
+from trivium.training.loop import Job, updates
+
+_SHARE = 0.05  # of the budget may go into measuring
+_RESERVE = 0.98  # of what is left is planned: samples and checkpoints take the rest
+
+
+def steps_for(
+    seconds: float,
+    make: Callable[[], Job],
+    validation: Callable[[Job], float],
+    evaluations: int,
+    clock: Callable[[], float],
+) -> int:
+    """The number of steps that end within `seconds` from now, `evaluations` validations included.
+
+    `make` gives a job like the real one, `validation` the seconds that one validation takes.
+    """
+    start = clock()
+    job = make()
+    times: list[float] = []
+    before = clock()
+    for update in updates(job):
+        float(update.loss)  # wait for the device
+        now = clock()
+        times.append(now - before)
+        before = now
+        if len(times) >= 4 and now - start > _SHARE * seconds:
+            break
+    first = max(0.0, times[0] - statistics.median(times))  # compiling, which the real job does again
+    step = statistics.median(times[2:] or times)
+    once = validation(job)
+    del job
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    left = (seconds - (clock() - start) - first - evaluations * once) * _RESERVE
+    steps = int(left / step)
+    if steps < 1:
+        raise ConfigError(
+            f"budget.minutes: {seconds / 60:.2f} minutes do not hold one step of {step:.1f} s and its validation; "
+            "give more time, or a smaller model or batch"
+        )
+    return steps

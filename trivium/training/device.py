@@ -1,0 +1,68 @@
+"""Where a run computes: `auto` settings become definite ones, once, and are written down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trivium.errors import ConfigError
+from trivium.training.recipe import Recipe
+
+
+def choose(name: str) -> torch.device:
+    """The device that `name` means; `auto` is cuda, then mps, then cpu."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device: {name!r} is not a device; try auto, cpu, cuda or mps") from None
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if not there.get(device.type, False):
+        raise ConfigError(f"device: there is no {device.type} here; try device=auto or device=cpu")
+    return device
+
+
+def settle(recipe: Recipe) -> Recipe:
+    """The recipe with everything decided that depends on this machine."""
+    device = choose(recipe.device)
+    cuda = device.type == "cuda"
+    precision = recipe.precision if recipe.precision != "auto" else "bf16" if cuda else "fp32"
+    compiled = recipe.compile if recipe.compile != "auto" else "on" if cuda else "off"
+    threads = recipe.threads or torch.get_num_threads()
+    return replace(recipe, device=str(device), precision=precision, compile=compiled, threads=threads)
+
+
+def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[object]]:
+    """The context of a forward pass: weights stay float32, products run in the recipe's precision."""
+    if recipe.precision == "bf16":
+        kind = torch.device(recipe.device).type
+        return lambda: torch.autocast(kind, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+def environment(recipe: Recipe) -> dict[str, Any]:
+    """What the numbers of a run depend on beside its recipe."""
+    device = torch.device(recipe.device)
+    return {
+        "trivium": _version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type,
+        "cores": os.cpu_count(),
+        "threads": recipe.threads,
+    }
+
+
+def _version() -> str:
+    from trivium import __version__
+
+    return __version__

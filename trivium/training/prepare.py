@@ -1,0 +1,205 @@
+"""From a recipe to a run's folder: tokenizer, shards and resolved settings, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from trivium import config as settings
+from trivium.data import shards as data
+from trivium.data.loader import Order
+from trivium.data.packing import Rows
+from trivium.data.shards import Shards
+from trivium.data.sources import files, texts
+from trivium.errors import ConfigError, DataError
+from trivium.files import remove, temporary, write_synced
+from trivium.models.transformer import build, with_vocab
+from trivium.text.tokenizer import Tokenizer, open_tokenizer
+from trivium.training.calibrate import steps_for
+from trivium.training.device import autocast, environment, settle
+from trivium.training.guards import Soundness
+from trivium.training.loop import Job, computation
+from trivium.training.recipe import Recipe
+from trivium.training.validate import validate
+
+Say = Callable[[str], None]
+Tick = Callable[[str, int, int], None]  # what is going on, how far, of how much
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ground:
+    """What a run stands on: its folder, resolved recipe, tokenizer and data."""
+
+    folder: Path
+    recipe: Recipe
+    tokenizer: Tokenizer
+    shards: Shards
+
+    @property
+    def train(self) -> Rows:
+        return Rows(self.shards.train, self.recipe.model.context)
+
+    @property
+    def valid(self) -> Rows:
+        return Rows(self.shards.valid, self.recipe.model.context)
+
+    @property
+    def identity(self) -> str:
+        """Equal exactly when a checkpoint of one run means the same to the other."""
+        fixed = settings.flat(self.recipe)
+        kept = {key: value for key, value in fixed.items() if key.startswith(("model.", "objective.", "optim.kind"))}
+        content = {**kept, "seed": self.recipe.seed, "rows": self.recipe.batch.rows, "data": self.shards.digest}
+        return settings.hashed(content)
+
+
+def lay(recipe: Recipe, runs: Path, *, say: Say, tick: Tick, clock: Callable[[], float] = time.monotonic) -> Ground:
+    """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text."""
+    folder = runs / recipe.name
+    if not recipe.name:
+        raise ConfigError("name: a run needs a name; add name=NAME")
+    if folder.exists():
+        raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}` or set another name")
+    if not recipe.data.paths:
+        raise ConfigError("data.paths: no text is named; add data.paths=FILE")
+    if not (recipe.budget.steps or recipe.budget.tokens or recipe.budget.minutes):
+        raise ConfigError(
+            "budget: nothing says how long to train; add budget.steps=N, budget.tokens=N or budget.minutes=N"
+        )
+    recipe = settle(recipe)
+    torch.set_num_threads(recipe.threads)
+    if data.built_shards(recipe.data) is None:
+        files(recipe.data.paths)  # a missing file is refused before a folder is made
+    with _scratch(folder) as scratch:
+        tokenizer, shards = _text(recipe, scratch, say, tick)
+        recipe = replace(recipe, model=with_vocab(recipe.model, tokenizer.size))
+        ground = Ground(folder=scratch, recipe=recipe, tokenizer=tokenizer, shards=shards)
+        ground = replace(ground, recipe=_with_steps(ground, clock))
+        tokenizer.save(scratch / "tokenizer.json")
+        write_synced(scratch / "config.toml", settings.write(ground.recipe).encode())
+        write_synced(scratch / "env.json", (json.dumps(environment(recipe), indent=2) + "\n").encode())
+        try:
+            os.rename(scratch, folder)
+        except OSError:
+            raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}`") from None
+    return reopen(folder, ground.recipe)
+
+
+def reopen(folder: Path, recipe: Recipe) -> Ground:
+    """The ground of a run that was laid before."""
+    tokenizer = open_tokenizer(folder / "tokenizer.json")
+    built = data.built_shards(recipe.data)
+    shards = data.open_shards(built or folder / "data", tokenizer_digest=tokenizer.digest)
+    return Ground(folder=folder, recipe=recipe, tokenizer=tokenizer, shards=shards)
+
+
+def job(ground: Ground, total: int) -> Job:
+    """A job at step 0 with newly drawn weights."""
+    recipe = ground.recipe
+    device = torch.device(recipe.device)
+    model = build(recipe.model, seed=recipe.seed, device=device)
+    return Job(
+        recipe=recipe,
+        model=model,
+        optimizer=recipe.optim.build(model),
+        rows=ground.train,
+        order=Order(len(ground.train), recipe.batch.rows, recipe.seed),
+        soundness=Soundness(recipe.nonfinite, device),
+        compute=computation(model, recipe.objective, autocast(recipe), recipe.compile == "on"),
+        total=total,
+    )
+
+
+def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick) -> tuple[Tokenizer, Shards]:
+    built = data.built_shards(recipe.data)
+    if built is not None:
+        tokenizer = open_tokenizer(built / "tokenizer.json")
+        return tokenizer, data.open_shards(built, tokenizer_digest=tokenizer.digest)
+    size = sum(path.stat().st_size for path in files(recipe.data.paths))
+    done = 0
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        tick("tokenizer", done, size)
+
+    tokenizer = recipe.tokenizer.build(texts(recipe.data, read=read))
+    shards = data.build(recipe.data, tokenizer, scratch / "data", progress=lambda at, of: tick("data", at, of), say=say)
+    return tokenizer, shards
+
+
+def _with_steps(ground: Ground, clock: Callable[[], float]) -> Recipe:
+    """The recipe with its budget as a number of steps."""
+    recipe = ground.recipe
+    per_step = recipe.batch.rows * recipe.model.context
+    if recipe.budget.steps:
+        return recipe
+    if recipe.budget.tokens:
+        steps = -(-recipe.budget.tokens // per_step)
+    else:
+        seconds = recipe.budget.minutes * 60
+        every = recipe.evaluate.every
+        number = round(1 / every) if 0 < every < 1 else 1
+        steps = steps_for(
+            seconds, lambda: job(ground, 1_000_000), lambda j: _validation(j, ground, clock), number, clock
+        )
+    return replace(recipe, budget=replace(recipe.budget, steps=steps, tokens=0, minutes=0.0))
+
+
+def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float:
+    """The seconds that one validation takes, by a part of it."""
+    recipe, rows = ground.recipe, ground.valid
+    if not len(rows):
+        return 0.0
+    wanted = min(len(rows), recipe.evaluate.rows or len(rows))
+    part = min(wanted, 4 * recipe.micro)
+    start = clock()
+    validate(trial.model, recipe.objective, trial.compute, rows, limit=part, micro=recipe.micro)
+    return (clock() - start) * wanted / part
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A hidden folder beside `folder` to prepare it in; removed unless it was renamed into place."""
+    made = [parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder.parent} cannot be made: {error.strerror}") from None
+    _sweep(folder)
+    scratch = temporary(folder)
+    scratch.mkdir()
+    try:
+        yield scratch
+    finally:
+        if scratch.exists():
+            remove(scratch)
+            for parent in made:  # nothing is left behind: not even the folder of runs
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes were still preparing under this name."""
+    pattern = re.compile(rf"\.tmp-{re.escape(folder.name)}-(\d+)")
+    for path in folder.parent.iterdir():
+        found = pattern.fullmatch(path.name)
+        if found and not _alive(int(found[1])):
+            remove(path)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()

@@ -1,0 +1,136 @@
+"""A recipe: every setting of a run as one frozen dataclass. Its TOML file, with all values, repeats the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trivium.config import at_least, place, preset
+from trivium.data.config import DataConfig
+from trivium.errors import ConfigError
+from trivium.models.config import ModelConfig
+from trivium.models.presets import PRESETS
+from trivium.objectives.causal import OBJECTIVES, Causal, Objective
+from trivium.optim.optimizers import OPTIMIZERS, AdamW, Optim
+from trivium.optim.schedules import SCHEDULES, Cosine, Schedule
+from trivium.text.kinds import TOKENIZERS, Bpe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """How many rows one update sees, and how many fit the device at a time."""
+
+    rows: int = 32
+    micro: int = 0  # rows per forward pass, gradients are accumulated; 0 means all rows at once
+
+    def __post_init__(self) -> None:
+        at_least("rows", self.rows, 1)
+        at_least("micro", self.micro, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """How long to train: one of the three. Minutes become steps by timing, once, at the start."""
+
+    steps: int = 0
+    tokens: int = 0
+    minutes: float = 0.0
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name)]
+        if min(self.steps, self.tokens, self.minutes) < 0:
+            raise ConfigError("a budget cannot be negative")
+        if len(given) > 1:
+            raise ConfigError(f"{given[1]}: a budget is steps, tokens or minutes, not several; set {given[0]} to 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluate:
+    """When to measure on the validation text. Below 1: a share of the run; else a number of steps; 0: at the end."""
+
+    every: float = 0.1
+    rows: int = 0  # at most so many rows; 0 means all
+
+    def __post_init__(self) -> None:
+        at_least("every", self.every, 0)
+        at_least("rows", self.rows, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoints:
+    """When to save (as `evaluate.every`), how many of the newest to keep, and which one becomes the model."""
+
+    every: float = 0.1
+    keep: int = 2
+    use: Literal["best", "last"] = "best"  # by validation loss
+
+    def __post_init__(self) -> None:
+        at_least("every", self.every, 0)
+        at_least("keep", self.keep, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """When to write a sample while training (as `evaluate.every`), and from which prompt."""
+
+    every: float = 0.25
+    prompt: str = ""
+    tokens: int = 100
+    temperature: float = 0.8
+
+    def __post_init__(self) -> None:
+        at_least("every", self.every, 0)
+        at_least("tokens", self.tokens, 1)
+        at_least("temperature", self.temperature, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Everything that decides a run."""
+
+    name: str = ""  # the run's folder below `runs`; empty means the name of the recipe's file
+    seed: int = 0
+    device: str = "auto"  # cuda, then mps, then cpu
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # bf16 on cuda, fp32 elsewhere
+    compile: Literal["auto", "on", "off"] = "auto"  # on for cuda, off elsewhere
+    threads: int = 0  # 0 means as many as torch finds; another number gives other bits
+    clip: float = 1.0  # the largest gradient norm; 0 means no clipping
+    nonfinite: Literal["stop", "skip"] = "stop"  # what to do after a loss or gradient that is not finite
+    log: int = 10  # steps between two lines of progress
+    model: ModelConfig = preset(PRESETS, PRESETS["gpt-mini"]())
+    tokenizer: Any = place(TOKENIZERS, Bpe())
+    data: DataConfig = DataConfig()
+    objective: Objective = place(OBJECTIVES, Causal())
+    optim: Optim = place(OPTIMIZERS, AdamW())
+    schedule: Schedule = place(SCHEDULES, Cosine())
+    batch: BatchConfig = BatchConfig()
+    budget: Budget = Budget()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoints = Checkpoints()
+    sample: Sample = Sample()
+
+    def __post_init__(self) -> None:
+        at_least("clip", self.clip, 0)
+        at_least("threads", self.threads, 0)
+        at_least("log", self.log, 1)
+        if self.name and (self.name.startswith(".") or "/" in self.name or "\\" in self.name):
+            raise ConfigError(f"name: {self.name!r} must be a plain folder name, without slashes or a leading dot")
+        if self.model.family != "decoder":
+            raise ConfigError(
+                f"model: the causal objective trains a decoder, not a model of the {self.model.family} family"
+            )
+
+    @property
+    def micro(self) -> int:
+        """Rows of one forward pass."""
+        return min(self.batch.micro or self.batch.rows, self.batch.rows)
+
+
+def due(every: float, step: int, total: int) -> bool:
+    """Whether something that happens `every` so often happens after `step`; the last step always counts."""
+    interval = max(1, round(every * total) if every < 1 else int(every)) if every else total
+    return step == total or step % interval == 0
+
+
+# What a checkpoint depends on: with another value here its weights or its data order would mean something else.
+FIXED = ("model.", "tokenizer.", "data.", "objective.", "optim.kind", "seed", "batch.rows", "name")
