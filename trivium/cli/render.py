@@ -38,20 +38,23 @@ def watcher(file: IO[str] | None = None) -> Iterator[Watcher]:
 
 
 class PlainWatcher:
-    """One line per event, and a line for every tenth of reading text."""
+    """One line per event; reading text is only worth a line per tenth if it takes longer than a few seconds."""
 
     def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self.file = file
         self.clock = clock
         self._tenth: tuple[str, int] = ("", -1)
+        self._since = 0.0
 
     def say(self, text: str) -> None:
         print(text, file=self.file, flush=True)
 
     def tick(self, what: str, at: int, of: int) -> None:
         tenth = (what, 10 * at // max(1, of))
-        if tenth != self._tenth:
-            self._tenth = tenth
+        if what != self._tenth[0]:
+            self._since = self.clock()
+        changed, self._tenth = tenth != self._tenth, tenth
+        if changed and self.clock() - self._since > 3:
             self.say(f"{what}: {10 * tenth[1]} % of {of / 1e6:.1f} MB")
 
     def event(self, event: Event) -> None:

@@ -171,7 +171,8 @@ def _costs(config: ModelConfig) -> Iterator[tuple[str, Site, Any]]:
 
 def _refusals(config: ModelConfig) -> None:
     """Ask every part for its cost, so that one that cannot stand where it is says so now, by its dotted key."""
-    errors = []
+    errors = [] if config.family == "encoder-decoder" else [*_sourceless(config.decoder, "decoder")]
+    errors += _sourceless(config.encoder, "encoder")
     for place_name, _, cost in _costs(config):
         try:
             cost()
@@ -180,3 +181,9 @@ def _refusals(config: ModelConfig) -> None:
             if not (place_name.endswith(".position") and error.problems[0].startswith("heads")):
                 errors.append(error.under(place_name))
     ConfigError.gather(errors)
+
+
+def _sourceless(stack: AnyStack, side: str) -> Iterator[ConfigError]:
+    """The complaints about cross-attention on a side that has no source to attend to."""
+    if isinstance(stack, Stack) and any(not isinstance(block.cross, NoPart) for block in stack.blocks()):
+        yield ConfigError(f"{side}.block.cross: only the decoder of an encoder-decoder has a source; set it to none")

@@ -109,6 +109,12 @@ class AdamWStepper:
             eps=options.eps,
             fused=True,
         )
+        for parameter in self.names.values():  # now, not at the first step: a checkpoint of step 0 is whole
+            self.inner.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
     def step(self, factor: float, healthy: Tensor) -> None:
         for group, peak in zip(self.inner.param_groups, self.peaks, strict=True):
@@ -122,7 +128,7 @@ class AdamWStepper:
         return {
             f"{name}.{key}": tensor
             for name, parameter in self.names.items()
-            for key, tensor in state.get(parameter, {}).items()
+            for key, tensor in state[parameter].items()
         }
 
     def load(self, tensors: dict[str, Tensor]) -> None:

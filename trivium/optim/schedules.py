@@ -41,7 +41,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         at_least("warmup", self.warmup, 0)
-        at_least("floor", self.floor, 0)
+        _share("floor", self.floor)
 
     def factor(self, step: int, total: int) -> float:
         warmup = _steps(self.warmup, total)
@@ -62,7 +62,7 @@ class Wsd:
 
     def __post_init__(self) -> None:
         at_least("warmup", self.warmup, 0)
-        at_least("floor", self.floor, 0)
+        _share("floor", self.floor)
         if not self.decay > 0:
             raise ConfigError(f"decay: {self.decay} is not positive; try 0.2, or the constant schedule")
 
@@ -76,6 +76,11 @@ class Wsd:
 
 
 SCHEDULES: dict[str, type[Schedule]] = {"constant": Constant, "cosine": Cosine, "wsd": Wsd}
+
+
+def _share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name}: {value} is not between 0 and 1; it is a share of the peak rate")
 
 
 def _steps(length: float, total: int) -> int:

@@ -74,8 +74,9 @@ class RMSNormed(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Statistics in float32, cast back before the scale: the order of the published LLaMA checkpoints.
-        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+        # Statistics in at least float32, cast back before the scale: the order of the published LLaMA checkpoints.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.weight.shape, None, self.eps).to(x.dtype) * self.weight
 
 
 def _positive(eps: float) -> None:

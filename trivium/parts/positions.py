@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -100,12 +101,18 @@ class RotaryPositions(Positions):
     def __init__(self, head: int, theta: float, layout: Literal["halves", "interleaved"]) -> None:
         super().__init__()
         self.layout = layout
-        exponents = torch.arange(0, head, 2, dtype=torch.float64) / head
-        self.register_buffer("frequencies", (theta**-exponents).float(), persistent=False)
+        self.exact = [theta ** -(index / head) for index in range(0, head, 2)]
+        self.register_buffer("frequencies", torch.tensor(self.exact, dtype=torch.float32), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryPositions:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # `model.to(bfloat16)` would round the frequencies, which is off by a radian within a few hundred positions
+        self.frequencies = torch.tensor(self.exact, dtype=torch.float32, device=self.frequencies.device)
+        return self
 
     def prepare(self, at: Tensor) -> Tensor:
         # angles in float32: bfloat16 positions are wrong past 256
-        angles_BTe = at[..., None].float() * self.frequencies.float()
+        angles_BTe = at[..., None].float() * self.frequencies
         return torch.stack((angles_BTe.cos(), angles_BTe.sin()))[:, :, None]  # [2, B, 1, T, E/2]
 
     def rotate(self, x_BHTE: Tensor, prepared: Tensor | None) -> Tensor:

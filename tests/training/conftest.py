@@ -1,0 +1,81 @@
+"""A run small enough to be repeated twenty times in a test."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trivium.config import load, overrides
+from trivium.training.events import Event
+from trivium.training.recipe import Recipe
+from trivium.training.run import Session, open_run
+
+ASSETS = Path(__file__).resolve().parents[2] / "trivium" / "assets"
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "device": "cpu",
+    "threads": 1,
+    "log": 5,
+    "model.width": 16,
+    "model.context": 16,
+    "model.decoder.layers": 2,
+    "model.decoder.block.attention.heads": 2,
+    "model.decoder.block.dropout": 0.1,
+    "model.decoder.block.attention.dropout": 0.1,
+    "tokenizer.kind": "bytes",
+    "data.valid": 0.1,
+    "batch.rows": 6,
+    "batch.micro": 2,
+    "budget.steps": 20,
+    "evaluate.every": 5.0,
+    "evaluate.rows": 4,
+    "checkpoint.every": 5.0,
+    "sample.every": 10.0,
+    "sample.tokens": 5,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first 6 kB of Shakespeare: an epoch is a few dozen steps."""
+    path = tmp_path_factory.mktemp("text") / "play.txt"
+    path.write_bytes(gzip.decompress((ASSETS / "shakespeare-train.txt.gz").read_bytes())[:6000])
+    return path
+
+
+@pytest.fixture
+def small(text: Path) -> Callable[..., Recipe]:
+    """The small recipe with some settings changed: `small(seed=1, **{"batch.rows": 4})`."""
+
+    def make(**changes: Any) -> Recipe:
+        values = {**SMALL, "data.paths": [str(text)], **changes}
+        return load(Recipe, overrides(values))
+
+    return make
+
+
+def silent(*_: object) -> None:
+    """A watcher that does not watch."""
+
+
+def start(recipe: Recipe, runs: Path) -> Session:
+    return open_run(recipe, {}, runs=runs, say=silent, tick=silent)
+
+
+def resume(folder: Path, **changes: Any) -> Session:
+    return open_run(folder, overrides(changes), say=silent, tick=silent)
+
+
+def finish(session: Session) -> list[Event]:
+    return list(session.events())

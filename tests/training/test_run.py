@@ -1,0 +1,371 @@
+"""What a run writes, tells and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.conftest import finish, resume, silent, start
+from trivium import api
+from trivium.checkpoints import format
+from trivium.checkpoints.store import Store
+from trivium.errors import BusyError, CheckpointError, ConfigError, DataError, Diverged, OutOfMemory
+from trivium.evaluation.likelihood import score_text
+from trivium.files import Lock
+from trivium.parts.output import SoftmaxOutput
+from trivium.training.calibrate import steps_for
+from trivium.training.events import Progress, Said, Sampled, Saved, Validated
+from trivium.training.loop import Update
+from trivium.training.metrics import Journal, rows
+from trivium.training.recipe import Recipe, due
+from trivium.training.run import open_run
+
+Make = Callable[..., Recipe]
+
+
+def test_a_run_leaves_everything_that_was_promised(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    events = finish(session)
+    names = {path.name for path in session.folder.iterdir()}
+    assert {"config.toml", "env.json", "metrics.jsonl", "samples.jsonl", "model.safetensors", "model.json"} <= names
+    assert {"tokenizer.json", "checkpoints", "report.html"} <= names
+    assert {type(event) for event in events} >= {Progress, Validated, Sampled, Saved}
+    report = (session.folder / "report.html").read_text()
+    assert "<svg" in report
+    assert "http" not in report.replace("http-equiv", "")  # self-contained: nothing is fetched
+    trained = [row for row in rows(session.folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in trained] == list(range(1, 21))
+    assert trained[-1]["loss"] < trained[0]["loss"]
+
+
+def test_only_the_newest_and_the_best_checkpoints_are_kept(small: Make, tmp_path: Path) -> None:
+    session = start(small(**{"checkpoint.every": 1.0, "checkpoint.keep": 3}), tmp_path)
+    finish(session)
+    kept = [item.step for item in Store(session.folder / "checkpoints").checkpoints()]
+    scored = [row for row in rows(session.folder / "metrics.jsonl") if row["kind"] == "valid"]
+    best = min(scored, key=lambda row: row["loss"])["step"]
+    assert set(kept) == {18, 19, 20, best}
+
+
+def test_validation_bits_per_byte_agree_with_scoring_the_same_text(small: Make, tmp_path: Path, text: Path) -> None:
+    """The trainer's number against the evaluation package's, which cuts windows in its own way."""
+    session = start(small(**{"evaluate.rows": 0, "checkpoint.use": "last"}), tmp_path)
+    found = [event for event in finish(session) if isinstance(event, Validated)][-1]
+    model = api.load(session.folder, device="cpu")
+    shards = session.ground.shards
+    held = model.tokenizer.decode(shards.valid.ids[1:-1].tolist())
+    assert text.read_text().endswith(held)
+    score = score_text(model.module, model.tokenizer, held)
+    end = _closing_end(model, shards.valid.ids)
+    assert found.bits_per_byte == pytest.approx((score.nll + end) / math.log(2) / len(held.encode()), rel=1e-4)
+
+
+def _closing_end(model: api.Model, ids: Any) -> float:
+    """The price of the END that closes the stream: the trainer counts it, a text's score does not."""
+    context = model.config.context
+    start = (len(ids) - 2) // context * context
+    row = np.asarray(ids[start:]).astype(np.int64)
+    logits = model.logits(torch.from_numpy(row[:-1]))
+    return float(-logits.float().log_softmax(-1)[-1, int(row[-1])])
+
+
+def test_the_best_checkpoint_becomes_the_model(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trivium.training import run
+    from trivium.training.validate import Result
+
+    told = iter([3.0, 1.0, 2.0, 2.5])
+    monkeypatch.setattr(run, "validate", lambda *_, **__: Result(next(told), 1.0))
+    session = start(small(), tmp_path)
+    events = finish(session)
+    assert any("step 10" in event.text for event in events if isinstance(event, Said))
+    best = format.tensors(session.folder / "checkpoints" / "step-00000010", "model")
+    model = api.load(session.folder, device="cpu").module
+    assert all(torch.equal(p.detach(), best[name]) for name, p in model.named_parameters())
+
+
+def test_an_unfinished_run_opens_at_its_newest_checkpoint(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    events = session.events()
+    for event in events:
+        if isinstance(event, Saved):
+            break
+    events.close()  # type: ignore[attr-defined]
+    model = api.load(session.folder, device="cpu")
+    assert model.notes["step"] == 5
+    assert len(model.generate("the", tokens=3).ids) <= 3
+
+
+# R8 ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int], float], None]:
+    """Make the loss of some micro-batches a number that is not finite."""
+
+    def poison(calls: set[int], value: float) -> None:
+        honest, seen = SoftmaxOutput.nll, iter(range(10**9))
+
+        def nll(self: SoftmaxOutput, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            result = honest(self, hidden, labels)
+            training = torch.is_grad_enabled()
+            return result * value if training and next(seen) in calls else result
+
+        monkeypatch.setattr(SoftmaxOutput, "nll", nll)
+
+    return poison
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_bad_loss_stops_the_run_and_never_reaches_the_weights(
+    small: Make, tmp_path: Path, poisoned: Callable[[set[int], float], None], value: float, optimizer: str
+) -> None:
+    recipe = small(**{"checkpoint.every": 1.0, "checkpoint.keep": 30, "log": 20, "optim.kind": optimizer})
+    healthy = start(recipe, tmp_path / "healthy")
+    finish(healthy)
+    poisoned({3 * 6 + 1}, value)  # the second micro-batch of step 7
+    session = start(recipe, tmp_path / "ill")
+    with pytest.raises(Diverged, match=r"at step 7;.*step 6"):
+        finish(session)
+    stems = ("model", "optimizer")
+    for stem in stems:
+        good = format.tensors(healthy.folder / "checkpoints" / "step-00000006", stem)
+        last = format.tensors(session.folder / "checkpoints" / "step-00000006", stem)
+        assert all(torch.equal(good[name], last[name]) for name in good)
+    assert not (session.folder / "checkpoints" / "step-00000007").exists()
+
+
+def test_skipping_leaves_weights_and_moments_as_they_were(
+    small: Make, tmp_path: Path, poisoned: Callable[[set[int], float], None]
+) -> None:
+    poisoned({3 * 6 + 1}, math.nan)
+    recipe = small(**{"checkpoint.every": 1.0, "checkpoint.keep": 30, "nonfinite": "skip"})
+    session = start(recipe, tmp_path)
+    events = finish(session)
+    assert any("step 7" in event.text for event in events if isinstance(event, Said))
+    for stem in ("model", "optimizer"):
+        before = format.tensors(session.folder / "checkpoints" / "step-00000006", stem)
+        after = format.tensors(session.folder / "checkpoints" / "step-00000007", stem)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    bad = [row["step"] for row in rows(session.folder / "metrics.jsonl") if row.get("skipped")]
+    assert bad == [7]
+    final = format.tensors(session.folder / "checkpoints" / "step-00000020", "model")
+    assert all(torch.isfinite(tensor).all() for tensor in final.values())
+
+
+def test_stopping_freezes_the_weights_even_if_the_host_notices_late(
+    small: Make, tmp_path: Path, poisoned: Callable[[set[int], float], None]
+) -> None:
+    """Between the bad step and the next look at the device nothing may move: no wait is needed for that."""
+    from trivium.training.loop import updates
+    from trivium.training.prepare import job, lay
+
+    ground = lay(small(**{"batch.micro": 0}), tmp_path, say=silent, tick=silent)
+    poisoned({4}, math.nan)
+    trial = job(ground, 20)
+    kept: list[dict[str, torch.Tensor]] = []
+    done: list[Update] = []
+    for update in updates(trial):
+        done.append(update)
+        kept.append({name: p.detach().clone() for name, p in trial.model.named_parameters()})
+    assert [bool(update.allowed) for update in done] == [True] * 4 + [False] * 16
+    assert all(torch.equal(kept[3][name], kept[-1][name]) for name in kept[0])
+
+
+# Refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_refused(small: Make, tmp_path: Path) -> None:
+    """R16."""
+    session = start(small(), tmp_path)
+    with Lock(session.folder), pytest.raises(BusyError, match="in use by process"):
+        finish(session)
+    finish(session)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    finish(session)
+    before = (session.folder / "model.safetensors").read_bytes()
+    events = finish(resume(session.folder))
+    assert any("all 20 steps are done" in event.text for event in events if isinstance(event, Said))
+    assert (session.folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_name_that_is_taken_is_refused(small: Make, tmp_path: Path) -> None:
+    finish(start(small(), tmp_path))
+    with pytest.raises(ConfigError, match="exists already; go on with"):
+        start(small(), tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"model.width": 32}, {"seed": 5}, {"tokenizer": "chars"}, {"batch.rows": 3}])
+def test_an_unsafe_change_on_resume_is_refused(small: Make, tmp_path: Path, change: dict[str, Any]) -> None:
+    session = start(small(), tmp_path)
+    finish(session)
+    with pytest.raises(CheckpointError, match="another configuration"):
+        resume(session.folder, **change)
+
+
+def test_a_safe_change_on_resume_is_said_and_kept(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    finish(session)
+    said: list[str] = []
+    again = open_run(session.folder, {"budget": {"steps": 30}}, say=said.append, tick=silent)
+    finish(again)
+    assert said == ["budget.steps changed from 20 to 30"]
+    assert rows(session.folder / "metrics.jsonl")[-1]["step"] == 30
+    assert "steps = 30" in (session.folder / "config.toml").read_text()
+
+
+def test_a_checkpoint_of_another_run_is_refused(small: Make, tmp_path: Path) -> None:
+    one, two = start(small(), tmp_path / "one"), start(small(seed=3), tmp_path / "two")
+    finish(one)
+    finish(two)
+    shutil.rmtree(one.folder / "checkpoints")
+    shutil.copytree(two.folder / "checkpoints", one.folder / "checkpoints")
+    with pytest.raises(CheckpointError, match="another configuration"):
+        finish(resume(one.folder))
+
+
+def test_text_that_changed_since_the_run_began_is_refused(small: Make, tmp_path: Path, text: Path) -> None:
+    """R11."""
+    copy = tmp_path / "copy.txt"
+    copy.write_text(text.read_text())
+    session = start(small(**{"data.paths": [str(copy)]}), tmp_path / "runs")
+    finish(session)
+    copy.write_text(text.read_text() + "More.")
+    with pytest.raises(CheckpointError, match=r"copy\.txt has changed"):
+        finish(resume(session.folder, **{"budget.steps": 25}))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"data.paths": ["missing.txt"]}, DataError, "missing.txt"),
+        ({"data.paths": []}, ConfigError, "no text is named"),
+        ({"budget.steps": 0}, ConfigError, "how long to train"),
+        ({"device": "cuda:9"}, ConfigError, "there is no cuda here"),
+        ({"device": "abacus"}, ConfigError, "not a device"),
+        ({"name": "a/b"}, ConfigError, "plain folder name"),
+    ],
+)
+def test_a_bad_recipe_writes_nothing(
+    small: Make, tmp_path: Path, change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    if "device" in change and torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    with pytest.raises(error, match=words):
+        start(small(**change), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"", "is empty"), (b"abc\xff\xfe", "UTF-8")])
+def test_bad_text_writes_nothing(small: Make, tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        start(small(**{"data.paths": [str(path)]}), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_out_of_memory_ends_in_a_sentence_that_names_the_setting(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nll(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(SoftmaxOutput, "nll", nll)
+    with pytest.raises(OutOfMemory, match=r"with 2 rows of 16 tokens at a time; set batch\.micro=1"):
+        finish(start(small(), tmp_path))
+
+
+# Pieces ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_in_tokens_becomes_steps(small: Make, tmp_path: Path) -> None:
+    session = start(small(**{"budget.steps": 0, "budget.tokens": 1000}), tmp_path)
+    assert session.recipe.budget.steps == math.ceil(1000 / (6 * 16))
+    finish(session)
+
+
+def test_a_budget_in_minutes_becomes_steps_once_and_is_written_down(small: Make, tmp_path: Path) -> None:
+    session = start(small(**{"budget.steps": 0, "budget.minutes": 0.05}), tmp_path)
+    steps = session.recipe.budget.steps
+    assert steps > 1
+    assert f"steps = {steps}" in (session.folder / "config.toml").read_text()
+    events = session.events()
+    next(event for event in events if isinstance(event, Saved))
+    events.close()  # type: ignore[attr-defined]
+    assert resume(session.folder).recipe.budget.steps == steps
+
+
+def test_the_number_of_steps_follows_from_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed form: steps of 0.5 s, a first one of 2 s, two validations of 3 s, 100 s in all."""
+    from trivium.training import calibrate
+
+    now = 0.0
+
+    def steps(_: object) -> Iterator[Update]:
+        nonlocal now
+        for number in range(1000):
+            now += 2.0 if number == 0 else 0.5
+            yield Update(number, torch.tensor(0.0), torch.tensor(0.0), torch.tensor(True), 0.0, 1)
+
+    monkeypatch.setattr(calibrate, "updates", steps)
+    found = steps_for(100, lambda: None, lambda _: 3.0, 2, lambda: now)  # type: ignore[arg-type, return-value]
+    measured = 2.0 + 0.5 * 7  # until a twentieth of the budget is used
+    assert found == int((100 - measured - 1.5 - 6.0) * 0.98 / 0.5)
+
+
+def test_a_budget_too_small_for_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trivium.training import calibrate
+
+    now = 0.0
+
+    def steps(_: object) -> Iterator[Update]:
+        nonlocal now
+        for number in range(10):
+            now += 5.0
+            yield Update(number, torch.tensor(0.0), torch.tensor(0.0), torch.tensor(True), 0.0, 1)
+
+    monkeypatch.setattr(calibrate, "updates", steps)
+    with pytest.raises(ConfigError, match=r"budget\.minutes"):
+        steps_for(10, lambda: None, lambda _: 0.0, 1, lambda: now)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [(0.25, [5, 10, 15, 20]), (7.0, [7, 14, 20]), (0.0, [20]), (0.01, list(range(1, 21)))]
+)
+def test_something_is_due_by_share_or_by_steps_and_always_at_the_end(every: float, expected: list[int]) -> None:
+    assert [step for step in range(1, 21) if due(every, step, 20)] == expected
+
+
+def test_a_torn_last_line_of_a_journal_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    journal = Journal(path)
+    journal.write([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
+    journal.close()
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [row["step"] for row in rows(path)] == [1, 2]
+    journal.cut(1)
+    assert path.read_text() == json.dumps({"step": 1, "loss": 2.0}) + "\n"
+
+
+def test_clipping_scales_to_the_limit_and_reports_the_norm_before() -> None:
+    from trivium.training.guards import clip
+
+    one, two = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+    one.grad, two.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    assert float(clip([one, two], 1.0)) == 5.0
+    assert one.grad.tolist() == pytest.approx([0.6, 0.0], abs=1e-6)
+    assert two.grad.tolist() == pytest.approx([0.8], abs=1e-6)
+    assert float(clip([one, two], 0.0)) == pytest.approx(1.0)
