@@ -197,7 +197,7 @@ class _Batch:
         else:
             hidden_BD = self._advance(self.cache)
         logits_BV = self.model.head.logits(hidden_BD).float()
-        if not bool(logits_BV.amax(-1).isfinite().all()):  # amax keeps a nan
+        if not all(map(math.isfinite, logits_BV.amax(-1).tolist())):  # amax keeps a nan
             raise CheckpointError(
                 "the model's scores are not finite; its weights are damaged, load an older checkpoint"
             )

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[object]]:
         kind = torch.device(recipe.device).type
         return lambda: torch.autocast(kind, dtype=torch.bfloat16)
     return contextlib.nullcontext
+
+
+def keep_compiled(runs: Path) -> None:
+    """Let the compiler keep its results beside the runs, unless the user has chosen another place."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs / ".compile").resolve()))
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
