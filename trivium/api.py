@@ -20,7 +20,7 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.text import Completion, complete, stream_text
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
-from trivium.models.transformer import Transformer, weights
+from trivium.models.transformer import Transformer, arrange, weights
 from trivium.models.transformer import build as build_module
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import metrics
@@ -157,7 +157,11 @@ def load(path: str | Path, *, device: str = "auto", parts: Sequence[type[Any]] =
         module, tokenizer, notes = _unfinished(folder, parts)
     else:
         raise CheckpointError(f"{folder} holds neither a model nor a run; name a folder with model.json or config.toml")
-    return Model(module.to(choose(device)), tokenizer, notes)
+    where = choose(device)
+    module.to(where)
+    if where.type == "cpu":
+        arrange(module)
+    return Model(module, tokenizer, notes)
 
 
 def _unfinished(folder: Path, parts: Sequence[type[Any]]) -> tuple[Transformer, Tokenizer, Mapping[str, Any]]:

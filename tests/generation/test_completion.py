@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -26,15 +26,6 @@ from trivium.text.tokenizer import Tokenizer
 GREEDY = Sampling(temperature=0)
 LIVELY = Sampling(top_p=0.95)
 CORPUS = "the cat sat on the mat, the hat that the cat sat on; où été, ça va — " * 20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small are faster without helpers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 TOKENIZERS: dict[str, Tokenizer] = {

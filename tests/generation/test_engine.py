@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -43,15 +43,6 @@ MODELS = {
     "grouped": small(Rotary(), groups=2),
     "multi-query": small(Learned(), groups=1),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small are faster without helpers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def request(
@@ -289,7 +280,8 @@ def test_an_encoder_refuses_to_continue_a_text() -> None:
     encoder = ModelConfig(width=8, context=8, vocab=5, encoder=Stack(layers=1), decoder=NoStack())
     with pytest.raises(RequestError, match="an encoder sees both sides"):
         stream(build(encoder), [request([1])], end=None)
-    both = ModelConfig(width=8, context=8, vocab=5, encoder=Stack(layers=1), decoder=Stack(layers=1))
+    crossed = Stack(layers=1, block=Block(cross=MultiHead()))
+    both = ModelConfig(width=8, context=8, vocab=5, encoder=Stack(layers=1), decoder=crossed)
     with pytest.raises(RequestError, match="source"):
         stream(build(both), [request([1])], end=None)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from trivium.config import load, overrides
 from trivium.training.events import Event
@@ -21,6 +20,7 @@ SMALL: dict[str, Any] = {
     "name": "small",
     "device": "cpu",
     "threads": 1,
+    "precision": "fp32",
     "log": 5,
     "model.width": 16,
     "model.context": 16,
@@ -39,11 +39,6 @@ SMALL: dict[str, Any] = {
     "sample.every": 10.0,
     "sample.tokens": 5,
 }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -171,8 +171,7 @@ def _costs(config: ModelConfig) -> Iterator[tuple[str, Site, Any]]:
 
 def _refusals(config: ModelConfig) -> None:
     """Ask every part for its cost, so that one that cannot stand where it is says so now, by its dotted key."""
-    errors = [] if config.family == "encoder-decoder" else [*_sourceless(config.decoder, "decoder")]
-    errors += _sourceless(config.encoder, "encoder")
+    errors = list(_misplaced_cross(config))
     for place_name, _, cost in _costs(config):
         try:
             cost()
@@ -183,7 +182,16 @@ def _refusals(config: ModelConfig) -> None:
     ConfigError.gather(errors)
 
 
-def _sourceless(stack: AnyStack, side: str) -> Iterator[ConfigError]:
-    """The complaints about cross-attention on a side that has no source to attend to."""
-    if isinstance(stack, Stack) and any(not isinstance(block.cross, NoPart) for block in stack.blocks()):
-        yield ConfigError(f"{side}.block.cross: only the decoder of an encoder-decoder has a source; set it to none")
+def _misplaced_cross(config: ModelConfig) -> Iterator[ConfigError]:
+    """Cross-attention belongs to the decoder of an encoder-decoder, and must not be missing there."""
+    for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
+        crossed = isinstance(stack, Stack) and any(not isinstance(block.cross, NoPart) for block in stack.blocks())
+        wanted = side == "decoder" and config.family == "encoder-decoder"
+        if crossed and not wanted:
+            yield ConfigError(
+                f"{side}.block.cross: only the decoder of an encoder-decoder has a source; set it to none"
+            )
+        if wanted and not crossed:
+            yield ConfigError(
+                f"{side}.block.cross: without it the decoder never sees the encoder; set it to multi-head"
+            )

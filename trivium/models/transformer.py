@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from trivium.errors import ConfigError, RequestError
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.stack import PlainStack
+from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache
+from trivium.parts.linear import Linear, columns
 from trivium.parts.masks import Mask
 from trivium.parts.output import Head
 
@@ -123,6 +125,16 @@ def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "c
 def empty(config: ModelConfig) -> Transformer:
     """A model whose weights are about to be loaded."""
     return Transformer(config)
+
+
+def arrange(model: nn.Module) -> None:
+    """Lay a model's weights out for decoding on the CPU; values, names and shapes stay the same."""
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.pack()
+    for module in model.modules():
+        if isinstance(module, Linear) and module.role not in ("query", "key", "value"):
+            module.weight.data = columns(module.weight.data)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

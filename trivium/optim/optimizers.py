@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trivium.config import at_least, fraction
 from trivium.errors import CheckpointError, ConfigError
 from trivium.optim.groups import Weight, trainable
+from trivium.parts.hardware import native_bf16
 
 
 class Optimizer(Protocol):
@@ -73,8 +74,10 @@ class Muon:
 
     def __post_init__(self) -> None:
         _check(self.rate, self.decay)
-        _check(self.adam_rate, self.adam_decay)
-        fraction("momentum", self.momentum)
+        _check(self.adam_rate, self.adam_decay, "adam_")
+        _check(self.head_rate, self.adam_decay, "head_")
+        for name in ("momentum", "beta1", "beta2"):
+            fraction(name, getattr(self, name))
         at_least("iterations", self.iterations, 1)
 
     def build(self, model: nn.Module) -> Optimizer:
@@ -84,6 +87,8 @@ class Muon:
         rest = [weight for weight in every if weight.kind != "matrix"]
         if not matrices:
             raise ConfigError("optim.kind: muon needs hidden matrices, and this model trains none; try adamw")
+        if not rest:
+            return MuonStepper(self, matrices)
         rates = {weight.name: self.head_rate for weight in rest if weight.kind == "head"}
         return Both(MuonStepper(self, matrices), AdamWStepper(adam, rest, rates))
 
@@ -197,8 +202,9 @@ class Both:
 def orthogonal(matrix_KRC: Tensor, iterations: int) -> Tensor:
     """Five Newton-Schulz steps towards the nearest orthogonal matrix: singular values land in about [0.7, 1.2]."""
     rows, columns = matrix_KRC.shape[-2:]
-    # bfloat16 pays on a GPU; on a CPU without its instructions it is 30 times slower than float32
-    x = matrix_KRC.to(torch.bfloat16) if matrix_KRC.is_cuda else matrix_KRC
+    # bfloat16 pays where it has instructions; on a CPU without them it is 30 times slower than float32
+    half = matrix_KRC.dtype == torch.float32 and native_bf16(matrix_KRC.device)
+    x = matrix_KRC.to(torch.bfloat16) if half else matrix_KRC
     x = x.mT if rows > columns else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
@@ -226,7 +232,7 @@ def _expect(tensors: dict[str, Tensor], name: str, keys: Sequence[str]) -> None:
         )
 
 
-def _check(rate: float, decay: float) -> None:
+def _check(rate: float, decay: float, prefix: str = "") -> None:
     if not rate > 0:
-        raise ConfigError(f"rate: {rate} is not positive; try 1e-3")
-    at_least("decay", decay, 0)
+        raise ConfigError(f"{prefix}rate: {rate} is not positive; try 1e-3")
+    at_least(f"{prefix}decay", decay, 0)

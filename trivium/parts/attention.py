@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.config import fraction
 from trivium.errors import ConfigError
 from trivium.parts.cache import LayerCache, Shape
-from trivium.parts.linear import Linear
+from trivium.parts.linear import Linear, columns
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import RMSNormed
 from trivium.parts.positions import Positions
@@ -76,6 +79,15 @@ class MultiHead:
 ATTENTIONS: dict[str, type[Attention]] = {"multi-head": MultiHead}
 
 
+class Packed(NamedTuple):
+    """Queries, keys and values as one linear layer, the weights being views of the three."""
+
+    weight: Tensor
+    bias: Tensor | None
+    sizes: list[int]
+    places: list[int]
+
+
 class MultiHeadAttention(nn.Module):
     def __init__(self, options: MultiHead, site: Site) -> None:
         super().__init__()
@@ -89,8 +101,9 @@ class MultiHeadAttention(nn.Module):
         self.key = Linear(source, groups * size, bias=bias, role="key")
         self.value = Linear(source, groups * size, bias=bias, role="value")
         self.out = Linear(options.heads * size, site.width, bias=bias, role="attention-out")
-        self.query_norm = RMSNormed(size, 1e-6) if options.norm == "rms" else nn.Identity()
-        self.key_norm = RMSNormed(size, 1e-6) if options.norm == "rms" else nn.Identity()
+        self.query_norm = RMSNormed(size, 1e-6) if options.norm == "rms" else None
+        self.key_norm = RMSNormed(size, 1e-6) if options.norm == "rms" else None
+        self.packed: Packed | None = None
 
     def forward(
         self,
@@ -103,27 +116,61 @@ class MultiHeadAttention(nn.Module):
         source_BSD: Tensor | None = None,
     ) -> Tensor:
         """Attend from `x` to itself (and the cache up to `start`), or to `source` if one is given."""
-        memory = x_BTD if source_BSD is None else source_BSD
-        query_BHTE = self.query_norm(self._split(self.query(x_BTD)))
-        key_BGSE = self.key_norm(self._split(self.key(memory)))
-        value_BGSE = self._split(self.value(memory))
+        query_BHTE, key_BGSE, value_BGSE = map(self._split, self._project(x_BTD, source_BSD))
+        dtype = query_BHTE.dtype
+        plain = dtype == torch.bfloat16 and query_BHTE.device.type == "cpu" and torch.is_grad_enabled()
+        if plain:  # on the CPU the backward pass of attention takes twice as long in bfloat16
+            query_BHTE, key_BGSE, value_BGSE = query_BHTE.float(), key_BGSE.float(), value_BGSE.float()
+        if self.query_norm is not None and self.key_norm is not None:
+            query_BHTE, key_BGSE = self.query_norm(query_BHTE), self.key_norm(key_BGSE)
         if source_BSD is None:
             query_BHTE = position.rotate(query_BHTE, prepared)
             key_BGSE = position.rotate(key_BGSE, prepared)
         if cache is not None:
             key_BGSE, value_BGSE = cache.append(key_BGSE, value_BGSE, start)
-        mixed_BHTE = F.scaled_dot_product_attention(
-            query_BHTE,
-            key_BGSE,
-            value_BGSE,
-            attn_mask=mask.dense,
-            is_causal=mask.is_causal,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            enable_gqa=self.grouped,
-        )
-        result: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
+        with torch.autocast("cpu", enabled=False) if plain else contextlib.nullcontext():
+            mixed_BHTE = F.scaled_dot_product_attention(
+                query_BHTE,
+                key_BGSE,
+                value_BGSE,
+                attn_mask=mask.dense,
+                is_causal=mask.is_causal,
+                dropout_p=self.dropout if self.training else 0.0,
+                scale=self.scale,
+                enable_gqa=self.grouped,
+            )
+        result: Tensor = self.out(mixed_BHTE.to(dtype).transpose(1, 2).flatten(2))
         return result
+
+    def _project(self, x_BTD: Tensor, source_BSD: Tensor | None) -> Sequence[Tensor]:
+        """Queries, keys and values, in one product where the weights lie packed and no gradient is wanted."""
+        one = self.packed if source_BSD is None and not torch.is_grad_enabled() else None
+        if one is not None and one.places == self._places():  # else somebody has put other weights in their place
+            return torch.split(F.linear(x_BTD, one.weight, one.bias), one.sizes, dim=-1)
+        memory = x_BTD if source_BSD is None else source_BSD
+        return self.query(x_BTD), self.key(memory), self.value(memory)
+
+    def pack(self) -> None:
+        """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""
+        layers = (self.query, self.key, self.value)
+        if len({layer.in_features for layer in layers}) > 1:
+            return  # cross-attention to another width
+        sizes = [layer.out_features for layer in layers]
+        weight = columns(torch.cat([layer.weight.detach() for layer in layers]))
+        for layer, part in zip(layers, torch.split(weight, sizes), strict=True):
+            layer.weight.data = part
+        bias: Tensor | None = None
+        if self.query.bias is not None:
+            bias = torch.cat([layer.bias.detach() for layer in layers])
+            for layer, part in zip(layers, torch.split(bias, sizes), strict=True):
+                layer.bias.data = part
+        self.packed = Packed(weight, bias, sizes, self._places())
+
+    def _places(self) -> list[int]:
+        """Where the weights lie: the same storage sees every change in place, another one is not packed."""
+        layers = (self.query, self.key, self.value)
+        weights = [layer.weight.data_ptr() for layer in layers]
+        return weights if self.query.bias is None else weights + [layer.bias.data_ptr() for layer in layers]
 
     def _split(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.config import fraction
+from trivium.parts.dropout import dropout
 from trivium.parts.site import Cost, Site
 
 
@@ -43,10 +44,10 @@ EMBEDDINGS: dict[str, type[Embedding]] = {"tokens": Tokens}
 
 
 class TokenEmbedding(nn.Module):
-    def __init__(self, vocab: int, width: int, dropout: float) -> None:
+    def __init__(self, vocab: int, width: int, rate: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, width))
-        self.drop = nn.Dropout(dropout)
+        self.dropout = rate
 
     def enter(self, tokens: Tensor) -> Tensor:
         """The vectors of these ids, before positions."""
@@ -54,5 +55,4 @@ class TokenEmbedding(nn.Module):
 
     def leave(self, x: Tensor) -> Tensor:
         """What the first block reads: after positions were added."""
-        result: Tensor = self.drop(x)
-        return result
+        return dropout(x, self.dropout, self.training)

@@ -11,17 +11,26 @@ from torch import Tensor, nn
 
 from trivium.config import fraction
 from trivium.errors import ConfigError
+from trivium.parts.dropout import dropout
+from trivium.parts.kernels.eager import SquaredRelu, wanted
 from trivium.parts.linear import Linear
 from trivium.parts.site import Cost, Site, matrix
 
 Activation = Literal["relu", "gelu", "gelu-tanh", "silu", "relu2"]
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """`relu(x)²`."""
+    result: Tensor = SquaredRelu.apply(x) if wanted(x) else F.relu(x).square()  # type: ignore[no-untyped-call]
+    return result
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,  # erf: BERT, RoBERTa, BART
     "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),  # GPT-1/2, T5 v1.1; differs by up to 4.7e-4
     "silu": F.silu,
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": squared_relu,
 }
 
 
@@ -92,10 +101,11 @@ class MlpFeedForward(nn.Module):
         self.up = Linear(site.width, size, bias=options.bias, role="up")
         self.down = Linear(size, site.width, bias=options.bias, role="down")
         self.activation = ACTIVATIONS[options.activation]
-        self.drop = nn.Dropout(options.dropout)
+        self.dropout = options.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(self.drop(self.activation(self.up(x))))
+        hidden = self.activation(self.up(x))
+        result: Tensor = self.down(dropout(hidden, self.dropout, self.training))
         return result
 
 
@@ -107,10 +117,11 @@ class GluFeedForward(nn.Module):
         self.up = Linear(site.width, size, bias=options.bias, role="up")
         self.down = Linear(size, site.width, bias=options.bias, role="down")
         self.activation = ACTIVATIONS[options.activation]
-        self.drop = nn.Dropout(options.dropout)
+        self.dropout = options.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(self.drop(self.activation(self.gate(x)) * self.up(x)))
+        hidden = self.activation(self.gate(x)) * self.up(x)
+        result: Tensor = self.down(dropout(hidden, self.dropout, self.training))
         return result
 
 

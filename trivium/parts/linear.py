@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "head", "project"]
 
@@ -21,3 +21,13 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Nothing: `init` decides, once, for the whole model."""
+
+
+def columns(weight: Tensor) -> Tensor:
+    """The same matrix; if it has more outputs than inputs, stored column by column.
+
+    A product with a single row, as in decoding, then runs through contiguous memory: on the CPU two to three times
+    faster for wide matrices. Training prefers rows.
+    """
+    outputs, inputs = weight.shape
+    return weight.t().contiguous().t() if outputs > inputs else weight.contiguous()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError, RequestError
+from trivium.parts.kernels.eager import Turned, wanted
 from trivium.parts.site import Cost, Site
 
 
@@ -119,6 +120,9 @@ class RotaryPositions(Positions):
         assert prepared is not None
         cos, sin = prepared.to(x_BHTE.dtype)
         if self.layout == "halves":
+            if wanted(x_BHTE):
+                fast: Tensor = Turned.apply(x_BHTE, cos, sin)  # type: ignore[no-untyped-call]
+                return fast
             first, second = x_BHTE.chunk(2, dim=-1)
             return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         first, second = x_BHTE[..., 0::2], x_BHTE[..., 1::2]

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from trivium.parts.dropout import dropout
 from trivium.parts.norms import Norm
 from trivium.parts.site import Cost, Site
 
@@ -21,7 +22,7 @@ class Connection(Protocol):
 class Residual(Protocol):
     """The options of a residual scheme."""
 
-    def build(self, site: Site, norm: Norm, dropout: float) -> nn.Module: ...
+    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module: ...
     def final(self, site: Site, norm: Norm) -> nn.Module: ...
     def cost(self, site: Site, norm: Norm) -> Cost: ...
     def final_cost(self, site: Site, norm: Norm) -> Cost: ...
@@ -31,8 +32,8 @@ class Residual(Protocol):
 class Pre:
     """`x + drop(F(norm(x)))` and one norm after the stack: GPT-2, T5, LLaMA."""
 
-    def build(self, site: Site, norm: Norm, dropout: float) -> nn.Module:
-        return PreConnection(norm.build(site), dropout)
+    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
+        return PreConnection(norm.build(site), rate)
 
     def final(self, site: Site, norm: Norm) -> nn.Module:
         return norm.build(site)
@@ -48,8 +49,8 @@ class Pre:
 class Post:
     """`norm(x + drop(F(x)))` and no final norm: Vaswani, GPT-1, BERT."""
 
-    def build(self, site: Site, norm: Norm, dropout: float) -> nn.Module:
-        return PostConnection(norm.build(site), dropout)
+    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
+        return PostConnection(norm.build(site), rate)
 
     def final(self, site: Site, norm: Norm) -> nn.Module:
         return nn.Identity()
@@ -65,29 +66,28 @@ RESIDUALS: dict[str, type[Residual]] = {"pre": Pre, "post": Post}
 
 
 class PreConnection(nn.Module):
-    def __init__(self, norm: nn.Module, dropout: float) -> None:
+    def __init__(self, norm: nn.Module, rate: float) -> None:
         super().__init__()
         self.norm = norm
-        self.drop = nn.Dropout(dropout)
+        self.dropout = rate
 
     def enter(self, x: Tensor) -> Tensor:
         result: Tensor = self.norm(x)
         return result
 
     def leave(self, x: Tensor, y: Tensor) -> Tensor:
-        result: Tensor = x + self.drop(y)
-        return result
+        return x + dropout(y, self.dropout, self.training)
 
 
 class PostConnection(nn.Module):
-    def __init__(self, norm: nn.Module, dropout: float) -> None:
+    def __init__(self, norm: nn.Module, rate: float) -> None:
         super().__init__()
         self.norm = norm
-        self.drop = nn.Dropout(dropout)
+        self.dropout = rate
 
     def enter(self, x: Tensor) -> Tensor:
         return x
 
     def leave(self, x: Tensor, y: Tensor) -> Tensor:
-        result: Tensor = self.norm(x + self.drop(y))
+        result: Tensor = self.norm(x + dropout(y, self.dropout, self.training))
         return result

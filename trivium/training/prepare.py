@@ -24,7 +24,7 @@ from trivium.files import remove, temporary, write_synced
 from trivium.models.transformer import build, with_vocab
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training.calibrate import steps_for
-from trivium.training.device import autocast, environment, keep_compiled, settle
+from trivium.training.device import autocast, environment, keep_compiled, keep_memory, settle
 from trivium.training.guards import Soundness
 from trivium.training.loop import Job, computation
 from trivium.training.recipe import Recipe
@@ -104,6 +104,7 @@ def job(ground: Ground, total: int) -> Job:
     """A job at step 0 with newly drawn weights."""
     recipe = ground.recipe
     device = torch.device(recipe.device)
+    keep_memory(device)
     if recipe.compile == "on":
         keep_compiled(ground.folder.parent)
     model = build(recipe.model, seed=recipe.seed, device=device)

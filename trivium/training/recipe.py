@@ -91,7 +91,7 @@ class Recipe:
     name: str = ""  # the run's folder below `runs`; empty means the name of the recipe's file
     seed: int = 0
     device: str = "auto"  # cuda, then mps, then cpu
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # bf16 on cuda, fp32 elsewhere
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # bf16 where the device has instructions for it, else fp32
     compile: Literal["auto", "on", "off"] = "auto"  # on for cuda, off elsewhere
     threads: int = 0  # 0 means as many as torch finds; another number gives other bits
     clip: float = 1.0  # the largest gradient norm; 0 means no clipping

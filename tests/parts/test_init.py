@@ -1,0 +1,121 @@
+"""Initialisations against the published deviations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trivium.models.config import Block, ModelConfig, Stack
+from trivium.models.transformer import Transformer, build
+from trivium.parts.attention import MultiHead
+from trivium.parts.embeddings import Tokens
+from trivium.parts.feedforward import Glu
+from trivium.parts.init import FanIn, Gpt, Gpt2, Init
+from trivium.parts.linear import WRITERS, Linear
+from trivium.parts.norms import LayerNormed, RMSNormed
+from trivium.parts.positions import LearnedPositions
+
+LAYERS = 8
+
+
+def built(init: Init, *, seed: int = 0, tied: bool = True) -> Transformer:
+    block = Block(attention=MultiHead(heads=4, bias="all", norm="rms"), feedforward=Glu(hidden=192, bias=True))
+    return build(
+        ModelConfig(
+            width=128,
+            context=64,
+            vocab=300,
+            embedding=Tokens(tie="output" if tied else "none"),
+            decoder=Stack(layers=LAYERS, block=block),
+            init=init,
+        ),
+        seed=seed,
+    )
+
+
+def linears(model: nn.Module) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear) and module.role != "head"]
+
+
+def near(tensor: Tensor, std: float) -> bool:
+    """Within five standard errors of a normal sample of this size, in mean and deviation."""
+    slack = 5 / math.sqrt(tensor.numel())
+    return abs(tensor.mean().item()) < slack * std and abs(tensor.std().item() / std - 1) < slack
+
+
+@pytest.mark.parametrize("init", [Gpt(), Gpt2(), FanIn()], ids=["gpt", "gpt2", "fan-in"])
+def test_gains_are_one_and_biases_zero(init: Init) -> None:
+    for module in built(init).modules():
+        if isinstance(module, LayerNormed | RMSNormed):
+            assert bool((module.weight == 1).all())
+        if isinstance(module, Linear | LayerNormed) and module.bias is not None:
+            assert bool((module.bias == 0).all())
+
+
+def test_gpt_draws_all_matrices_alike() -> None:
+    model = built(Gpt())
+    assert near(model.embedding.weight, 0.02)
+    assert all(near(layer.weight, 0.02) for layer in linears(model))
+
+
+def test_gpt2_scales_what_writes_into_the_stream_by_depth() -> None:
+    model = built(Gpt2())
+    assert near(model.embedding.weight, 0.02)
+    roles = {layer.role for layer in linears(model)}
+    assert roles >= WRITERS
+    for layer in linears(model):
+        assert near(layer.weight, 0.02 / math.sqrt(2 * LAYERS) if layer.role in WRITERS else 0.02), layer.role
+    tables = [module.table for module in model.modules() if isinstance(module, LearnedPositions)]
+    assert len(tables) == 1
+    assert near(tables[0], 0.02)
+
+
+def test_fan_in_writes_nothing_at_first_and_scales_by_the_inputs() -> None:
+    model = built(FanIn())
+    for layer in linears(model):
+        if layer.role in WRITERS:
+            assert bool((layer.weight == 0).all())
+        else:
+            assert near(layer.weight, 1 / math.sqrt(128))
+    tokens = torch.tensor([[1, 5, 7]])
+    assert model.decoder is not None
+    entered = model.decoder.embed(model.embedding.enter(tokens), torch.arange(3)[None])
+    torch.testing.assert_close(model(tokens).hidden, model.decoder.final(entered))
+
+
+def test_at_its_start_fan_in_gives_gradients_to_the_writers_only() -> None:
+    model = built(FanIn(), tied=False)
+    tokens, labels = torch.tensor([[1, 5, 7]]), torch.tensor([5, 7, 2])
+    model.head.nll(model(tokens).hidden.flatten(0, 1), labels).sum().backward()  # type: ignore[no-untyped-call]
+    for layer in linears(model):
+        assert layer.weight.grad is not None
+        assert bool((layer.weight.grad != 0).any()) == (layer.role in WRITERS)
+
+
+def test_an_untied_head_is_drawn_too() -> None:
+    model = built(Gpt2(), tied=False)
+    (head,) = (module for module in model.modules() if isinstance(module, Linear) and module.role == "head")
+    assert near(head.weight, 0.02)
+
+
+def test_a_tied_matrix_is_drawn_once_as_the_embedding() -> None:
+    assert torch.equal(built(FanIn(table=0.5)).embedding.weight, built(FanIn(table=0.5), tied=False).embedding.weight)
+    assert near(built(FanIn(table=0.5)).embedding.weight, 0.5)
+
+
+def test_every_weight_is_drawn() -> None:
+    """Weights begin as whatever the memory holds: fill it with a mark before init and look for it afterwards."""
+    for init in (Gpt(), Gpt2(), FanIn()):
+        model = built(init)
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, Linear):
+                    for parameter in module.parameters():
+                        parameter.fill_(math.nan)
+            for parameter in model.embedding.parameters():
+                parameter.fill_(math.nan)
+        init.apply(model, layers=LAYERS, generator=torch.Generator().manual_seed(0))
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())

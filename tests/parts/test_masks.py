@@ -1,0 +1,80 @@
+"""Masks against the worked rows of the spec and against the definition, pair by pair."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trivium.parts.masks import Mask, Resolved
+
+CPU = torch.device("cpu")
+
+
+def rows(mask: Mask, queries: int, keys: int) -> list[str]:
+    dense = mask.dense(queries, keys, CPU)
+    assert dense.dtype == torch.bool
+    return ["".join(str(int(cell)) for cell in row) for row in dense[0, 0].tolist()]
+
+
+def test_the_packed_causal_mask_is_the_worked_one() -> None:
+    mask = Mask(causal=True, documents=torch.tensor([[1, 1, 1, 2, 2, 0]]))
+    assert rows(mask, 6, 6) == ["100000", "110000", "111000", "000100", "000110", "000000"]
+
+
+def test_the_triangle_is_aligned_to_the_last_key() -> None:
+    assert rows(Mask(causal=True), 2, 5) == ["11110", "11111"]
+    assert rows(Mask(causal=True), 3, 3) == ["100", "110", "111"]
+
+
+def test_padding_hides_keys_and_combines_with_the_rest() -> None:
+    padding = torch.tensor([[False, True, True, True]])
+    assert rows(Mask(padding=padding), 4, 4) == ["0111"] * 4
+    assert rows(Mask(causal=True, padding=padding), 4, 4) == ["0000", "0100", "0110", "0111"]
+    documents = torch.tensor([[1, 1, 2, 2]])
+    assert rows(Mask(causal=True, padding=padding, documents=documents), 4, 4) == ["0000", "0100", "0010", "0011"]
+
+
+def test_the_cheapest_form_is_chosen() -> None:
+    assert Mask().resolve(3, 5, CPU) == Resolved(None, False)
+    assert Mask(causal=True).resolve(4, 4, CPU) == Resolved(None, True)
+    assert Mask(causal=True).resolve(1, 4, CPU) == Resolved(None, False)
+    assert Mask(causal=True).resolve(2, 4, CPU).dense is not None
+    assert Mask(padding=torch.ones(1, 1, dtype=torch.bool)).resolve(1, 1, CPU).dense is not None
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_mask_is_the_conjunction_of_its_conditions(data: st.DataObject) -> None:
+    keys = data.draw(st.integers(1, 7))
+    queries = data.draw(st.integers(1, keys))
+    causal = data.draw(st.booleans())
+    real = data.draw(st.none() | st.lists(st.booleans(), min_size=keys, max_size=keys))
+    documents = data.draw(st.none() | st.lists(st.integers(0, 2), min_size=keys, max_size=keys))
+    mask = Mask(
+        causal=causal,
+        padding=None if real is None else torch.tensor([real]),
+        documents=None if documents is None else torch.tensor([documents]),
+    )
+    dense = mask.dense(queries, keys, CPU).expand(1, 1, queries, keys)
+    for query in range(queries):
+        i = keys - queries + query
+        for j in range(keys):
+            allowed = not causal or j <= i
+            allowed = allowed and (real is None or real[j])
+            allowed = allowed and (documents is None or (documents[i] == documents[j] and documents[i] > 0))
+            assert dense[0, 0, query, j].item() == allowed
+
+
+@settings(max_examples=40, deadline=None)
+@given(queries=st.integers(1, 6), more=st.integers(0, 4), causal=st.booleans())
+def test_the_cheap_form_attends_as_the_dense_one(queries: int, more: int, causal: bool) -> None:
+    keys, generator = queries + more, torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2, queries, 4, generator=generator)
+    key, value = (torch.randn(1, 2, keys, 4, generator=generator) for _ in range(2))
+    mask = Mask(causal=causal)
+    cheap = mask.resolve(queries, keys, CPU)
+    short = F.scaled_dot_product_attention(query, key, value, attn_mask=cheap.dense, is_causal=cheap.is_causal)
+    dense = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.dense(queries, keys, CPU))
+    torch.testing.assert_close(short, dense)

@@ -1,0 +1,123 @@
+"""The output part against its formulas; tying is one storage whatever happens to the model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from trivium.errors import ConfigError
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.transformer import Transformer, build, weights
+from trivium.parts.embeddings import Tokens
+from trivium.parts.output import IGNORED, Softmax, SoftmaxOutput
+from trivium.parts.site import Site
+
+SITE = Site(width=6, context=8, vocab=11)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def head(cap: float = 0.0) -> SoftmaxOutput:
+    part = Softmax(cap=cap).build(SITE, None)
+    assert isinstance(part, SoftmaxOutput)
+    with torch.no_grad():
+        part.project.weight.copy_(random(11, 6, seed=1) * 3)
+    return part
+
+
+def model(tie: Literal["output", "none"]) -> Transformer:
+    return build(ModelConfig(width=16, context=8, vocab=11, embedding=Tokens(tie=tie), decoder=Stack(layers=1)))
+
+
+def test_logits_are_one_matrix_product() -> None:
+    part, hidden = head(), random(4, 6)
+    torch.testing.assert_close(part.logits(hidden), hidden @ part.project.weight.T)
+
+
+def test_a_soft_cap_bounds_logits_and_keeps_small_ones_and_their_order() -> None:
+    plain, capped, hidden = head(), head(cap=5.0), random(4, 6)
+    free, bound = plain.logits(hidden), capped.logits(hidden)
+    torch.testing.assert_close(bound, 5 * torch.tanh(free / 5))
+    assert free.abs().max() > 5 > bound.abs().max()
+    assert torch.equal(free.argmax(-1), bound.argmax(-1))
+    torch.testing.assert_close(capped.logits(hidden * 1e-4), plain.logits(hidden * 1e-4), atol=1e-6, rtol=1e-4)
+
+
+def test_nll_is_minus_the_log_of_the_softmax_and_zero_where_ignored() -> None:
+    part, hidden = head(), random(4, 6)
+    labels = torch.tensor([3, IGNORED, 0, 10])
+    losses = part.nll(hidden, labels)
+    probabilities = part.logits(hidden).exp() / part.logits(hidden).exp().sum(-1, keepdim=True)
+    for row, label in enumerate(labels.tolist()):
+        expected = 0.0 if label == IGNORED else -math.log(probabilities[row, label].item())
+        assert losses[row].item() == pytest.approx(expected, abs=1e-5)
+    assert losses[1].item() == 0
+
+
+def test_ignored_positions_give_no_gradient() -> None:
+    part, hidden = head(), random(4, 6).requires_grad_()
+    part.nll(hidden, torch.tensor([3, IGNORED, IGNORED, 1])).sum().backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None
+    assert hidden.grad.abs().amax(-1).gt(0).tolist() == [True, False, False, True]
+
+
+def test_the_loss_is_taken_in_float32_from_half_precision_states() -> None:
+    part = head().to(torch.bfloat16)
+    hidden, labels = random(4, 6).to(torch.bfloat16), torch.tensor([3, 1, 0, 10])
+    losses = part.nll(hidden, labels)
+    assert losses.dtype == torch.float32
+    scores = part.logits(hidden).float()
+    torch.testing.assert_close(losses, scores.logsumexp(-1) - scores.gather(-1, labels[:, None])[:, 0])
+
+
+def shared(tied: Transformer) -> bool:
+    output = tied.output
+    assert isinstance(output, SoftmaxOutput)
+    return output.project.weight is tied.embedding.weight
+
+
+def test_tying_is_one_storage_and_stays_so() -> None:
+    tied = model("output")
+    assert shared(tied)
+    assert not shared(model("none"))
+    assert shared(tied.to(torch.float64))
+    assert shared(tied.to("cpu", torch.bfloat16))
+    assert shared(copy.deepcopy(tied))
+    other = model("output")
+    other.load_state_dict(tied.state_dict())
+    assert shared(other)
+    assert torch.equal(other.embedding.weight, tied.embedding.weight.to(torch.float32))
+
+
+def test_a_tied_matrix_is_counted_and_saved_once() -> None:
+    tied, untied = model("output"), model("none")
+    assert untied.config.parameters() - tied.config.parameters() == 11 * 16
+    assert untied.config.costs()["output"].flops == tied.config.costs()["output"].flops == 2 * 11 * 16
+    assert set(weights(untied)) - set(weights(tied)) == {"output.project.weight"}
+
+
+def test_both_uses_of_a_tied_matrix_add_to_its_gradient() -> None:
+    tied, untied = model("output").double(), model("none").double()
+    untied.load_state_dict(tied.state_dict())
+    tokens, labels = torch.tensor([[1, 2, 3]]), torch.tensor([2, 3, 4])
+    for each in (tied, untied):
+        each.head.nll(each(tokens).hidden.flatten(0, 1), labels).sum().backward()  # type: ignore[no-untyped-call]
+    output = untied.output
+    assert isinstance(output, SoftmaxOutput)
+    assert tied.embedding.weight.grad is not None
+    assert untied.embedding.weight.grad is not None
+    assert output.project.weight.grad is not None
+    total = untied.embedding.weight.grad + output.project.weight.grad
+    torch.testing.assert_close(tied.embedding.weight.grad, total, atol=1e-6, rtol=1e-5)  # the loss is float32
+
+
+def test_a_negative_cap_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cap: -1 is negative"):
+        Softmax(cap=-1)

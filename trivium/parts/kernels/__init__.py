@@ -1,0 +1,1 @@
+"""Faster ways to the same numbers, each beside the plain version that it is tested against."""
