@@ -84,6 +84,7 @@ def check() -> None:
 def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 - whoever calls this may have an older one
         sys.exit(f"trivium needs Python 3.11 or later, and this is {sys.version.split()[0]}")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the command line sets it: share the cores with others
     command = sys.argv[1] if len(sys.argv) == 2 else ""
     if command == "demo":
         install("")

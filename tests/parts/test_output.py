@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig, Stack
@@ -121,3 +121,28 @@ def test_both_uses_of_a_tied_matrix_add_to_its_gradient() -> None:
 def test_a_negative_cap_is_refused() -> None:
     with pytest.raises(ConfigError, match="cap: -1 is negative"):
         Softmax(cap=-1)
+
+
+@pytest.mark.parametrize("number", [511, 512, 513, 1300])  # chunks are of 512 rows here
+def test_the_loss_in_chunks_is_the_loss(number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    output = SoftmaxOutput(8192, 8, 0.0, None)
+    weight = output.project.weight
+    nn.init.normal_(weight, generator=generator)
+    hidden = torch.randn(number, 8, generator=generator, requires_grad=True)
+    labels = torch.randint(8192, (number,), generator=generator)
+    labels[::7] = IGNORED
+
+    def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+        scores = (hidden @ weight.mT).log_softmax(-1)
+        picked = -scores.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+        return torch.where(labels == IGNORED, 0.0, picked)
+
+    found = output.nll(hidden, labels)
+    wide = (hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
+    expected = plain(*wide)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not found[::7].any()
+    gradients = torch.autograd.grad(found.sum(), (hidden, weight))
+    for one, other in zip(gradients, torch.autograd.grad(expected.sum(), wide), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)

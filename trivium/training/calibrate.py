@@ -43,7 +43,8 @@ def steps_for(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     left = (seconds - (clock() - start) - first - evaluations * once) * _RESERVE
-    steps = int(left / step)
+    # on a machine so busy that validation would eat the budget, half of it still goes into training
+    steps = int(max(left, seconds / 2) / step)
     if steps < 1:
         raise ConfigError(
             f"budget.minutes: {seconds / 60:.2f} minutes do not hold one step of {step:.1f} s and its validation; "
