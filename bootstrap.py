@@ -54,9 +54,9 @@ def install(extra: str) -> None:
     have = STAMP.read_text().split() if STAMP.is_file() else []
     if have[:1] == [wanted] and (not extra or extra in have[1:]):
         return
-    if not PYTHON.exists():
+    if not has_pip():
         say(f"making {HOME.name}")
-        venv.create(HOME, with_pip=True, system_site_packages=bool(torch))
+        venv.create(HOME, with_pip=True, clear=True, system_site_packages=bool(torch))
     target = f"{HERE}[{extra}]" if extra else str(HERE)
     say(f"installing trivium{' with what its tests need' if extra else ''} (torch alone is hundreds of MB)")
     run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(constraints(torch)), "-e", target)
@@ -64,11 +64,23 @@ def install(extra: str) -> None:
     STAMP.write_text(" ".join([wanted, *sorted(extras)]))
 
 
+def has_pip() -> bool:
+    """Whether `.venv` is whole: making it may have been interrupted."""
+    command = [str(PYTHON), "-m", "pip", "--version"]
+    return PYTHON.exists() and not subprocess.call(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 def run(*arguments: str) -> None:
     """Run the installed Python; its exit code is ours if it fails."""
-    code = subprocess.call([str(PYTHON), *arguments], cwd=HERE)
+    child = subprocess.Popen([str(PYTHON), *arguments], cwd=HERE)
+    while True:
+        try:
+            code = child.wait()
+            break
+        except KeyboardInterrupt:  # the child has heard it too, and may need a moment to save its work
+            continue
     if code:
-        sys.exit(code)
+        sys.exit(code if code > 0 else 128 - code)
 
 
 def say(text: str) -> None:

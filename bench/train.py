@@ -248,7 +248,13 @@ def main(given: Sequence[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     shape, device = SHAPES[args.shape], choose(args.device)
-    plan = recipe(shape, device=device, dtype=args.dtype or "auto", compiled=args.compile, rows=args.rows)
+    plan = recipe(
+        shape,
+        device=device,
+        dtype=args.dtype or ("bf16" if device.type == "cuda" else "fp32"),
+        compiled=args.compile,
+        rows=args.rows,
+    )
     first, second = twins(shape, device)
     rows = random_rows(shape, 64 * args.rows)
     sides = {"trivium": our_steps(first, plan, rows, args.steps)}

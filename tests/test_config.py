@@ -100,7 +100,9 @@ def test_another_kind_resets_the_place_to_that_kinds_defaults() -> None:
 
 def test_the_short_form_names_a_kind_or_a_preset() -> None:
     assert load(Outer, {"inner": "deep"}).inner == Inner(depth=9)
-    assert load(Outer, assignments(["inner.shape=square", "inner.shape.side=5"])).inner.shape == Square(side=5)
+    for order in (["inner.shape=square", "inner.shape.side=5"], ["inner.shape.side=5", "inner.shape=square"]):
+        assert load(Outer, assignments(order)).inner.shape == Square(side=5)
+    assert load(Outer, assignments(["inner.depth=2", "inner=square"])).inner == Inner(depth=2, shape=Square(side=7))
 
 
 def test_a_typed_value_takes_the_type_of_its_leaf() -> None:
@@ -108,12 +110,23 @@ def test_a_typed_value_takes_the_type_of_its_leaf() -> None:
     assert found == Outer(name="2024", rate=1e-3, on=True, paths=("a", "b"), valid="held.txt")
     assert load(Outer, assignments(["valid=0.2"])).valid == 0.2
     assert load(Outer, assignments(["paths=one.txt"])).paths == ("one.txt",)
+    assert load(Outer, assignments(["paths=2024"])).paths == ("2024",)
     assert load(Outer, assignments(['name="quoted text"'])).name == "quoted text"
 
 
 @pytest.mark.parametrize(
     "layer",
-    [{"count": True}, {"count": 1.0}, {"on": 1}, {"rate": float("nan")}, {"rate": "x"}, {"name": 3}, {"inner": 3}],
+    [
+        {"count": True},
+        {"count": 1.0},
+        {"on": 1},
+        {"rate": float("nan")},
+        {"rate": float("inf")},
+        {"name": "\ud800"},
+        {"rate": "x"},
+        {"name": 3},
+        {"inner": 3},
+    ],
 )
 def test_a_value_of_the_wrong_type_is_refused(layer: dict[str, Any]) -> None:
     assert problems(layer)[0].split(":")[0] in layer
@@ -148,12 +161,12 @@ TEXTS = st.text(max_size=20)
 OUTERS = st.builds(
     Outer,
     name=TEXTS,
-    rate=st.floats(allow_nan=False),
+    rate=st.floats(allow_nan=False, allow_infinity=False),
     count=st.integers(-(2**63), 2**63 - 1),
     on=st.booleans(),
     mode=st.sampled_from(["fast", "slow"]),
     paths=st.lists(TEXTS, max_size=3).map(tuple),
-    valid=st.one_of(st.floats(allow_nan=False), TEXTS),
+    valid=st.one_of(st.floats(allow_nan=False, allow_infinity=False), TEXTS),
     inner=st.builds(Inner, depth=st.integers(0, 9), shape=st.one_of(st.builds(Round), st.builds(Square))),
     others=st.dictionaries(st.text(string.ascii_letters + " .ü", min_size=1, max_size=4), st.builds(Inner), max_size=2),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from trivium import config as settings
 from trivium.checkpoints import bundle, format
 from trivium.checkpoints.store import Store
-from trivium.errors import CheckpointError
+from trivium.errors import CheckpointError, RequestError
 from trivium.evaluation.likelihood import Score, score_text
 from trivium.generation.sampling import Sampling
 from trivium.generation.text import Completion, complete, stream_text
@@ -25,11 +24,24 @@ from trivium.models.transformer import build as build_module
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import metrics
 from trivium.training.device import choose
-from trivium.training.events import Event, Progress, Said, Validated
+from trivium.training.events import line
 from trivium.training.recipe import Recipe
 from trivium.training.run import RUNS, is_run, open_run, read_recipe
 
-__all__ = ["Completion", "Model", "Recipe", "Run", "Score", "build", "load", "preset", "presets", "recipe", "train"]
+__all__ = [
+    "Completion",
+    "Model",
+    "Recipe",
+    "Run",
+    "Score",
+    "build",
+    "load",
+    "preset",
+    "presets",
+    "recipe",
+    "show",
+    "train",
+]
 
 
 def presets() -> list[str]:
@@ -63,8 +75,15 @@ class Model:
 
     def logits(self, ids: Tensor | Sequence[Sequence[int]] | Sequence[int]) -> Tensor:
         """The scores [B, T, V] that follow each of the ids [B, T]; a single row may leave out the batch."""
-        tokens = torch.as_tensor(ids, device=self.module.device)
+        try:
+            tokens = torch.as_tensor(ids, device=self.module.device)
+        except (ValueError, TypeError):
+            raise RequestError("logits takes rows of ids that are equally long; pad them or ask one by one") from None
         single = tokens.ndim == 1
+        if not tokens.numel() or tokens.is_floating_point() or tokens.ndim > 2:
+            raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one")
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab:
+            raise RequestError(f"an id is outside the model's vocabulary of {self.config.vocab}")
         self.module.eval()
         with torch.inference_mode():
             hidden = self.module(tokens[None] if single else tokens).hidden
@@ -141,6 +160,8 @@ class Model:
     def save(self, folder: str | Path) -> Path:
         """Write `model.safetensors`, `model.json` and `tokenizer.json`; `tv.load` opens the folder again."""
         path = Path(folder)
+        if path.is_file():
+            raise RequestError(f"{path} is a file; name a folder to save the model in")
         bundle.save(path, self.config, weights(self.module), self.tokenizer, self.notes)
         return path
 
@@ -226,34 +247,22 @@ def train(
         tick=lambda what, at, of: None,
     )
     for event in session.events():
-        line = describe(event)
-        if line:
-            say(line)
+        text = line(event)
+        if text:
+            say(text)
     return Run(session.folder, parts)
 
 
-def describe(event: Event) -> str:
-    """One plain line about an event; empty for those that need none."""
-    match event:
-        case Progress(step, total, loss, _, rate, speed, left):
-            return f"step {step}/{total}  loss {loss:.4f}  rate {rate:.2e}  {speed:,.0f} tok/s  {left:.0f} s left"
-        case Validated(step, loss, bits, best):
-            return f"step {step}  valid {loss:.4f}  {bits:.4f} bits/byte{'  best' if best else ''}"
-        case Said(text):
-            return text
-    return ""
-
-
-def show(folder: str | Path) -> dict[str, Any]:
+def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, Any]:
     """What a run or a saved model says of itself, as plain values."""
     path = Path(folder)
     if not (is_run(path) or (path / bundle.CARD).is_file()):
         raise CheckpointError(f"{path} holds neither a model nor a run; `trivium runs` lists what is here")
     run = Run(path)
     steps = [row["step"] for row in run.metrics if row.get("kind") == "train"]
-    card = json.loads((path / bundle.CARD).read_text(encoding="utf-8")) if (path / bundle.CARD).is_file() else {}
+    card = bundle.card(path / bundle.CARD) if (path / bundle.CARD).is_file() else {}
     table = card.get("config") or settings.read(path / "config.toml").get("model", {})
-    config = settings.load(ModelConfig, table)
+    config = settings.load(ModelConfig, table, parts=parts)
     tests = [row for row in run.metrics if row.get("kind") == "test"]
     return {
         "path": str(path),

@@ -77,7 +77,8 @@ def assignments(pairs: Iterable[str]) -> dict[str, Any]:
     """The layer that `key=value` arguments describe."""
     layer: dict[str, Any] = {}
     errors: list[ConfigError] = []
-    for pair in pairs:
+    # the short form of a place (`optim=muon`) before what is inside it, whatever the order they were typed in
+    for pair in sorted(pairs, key=lambda pair: pair.partition("=")[0].count(".")):
         key, sign, value = pair.partition("=")
         if not sign or not key.strip():
             errors.append(ConfigError(f"{pair!r} is not of the form key=value"))
@@ -93,7 +94,7 @@ def assignments(pairs: Iterable[str]) -> dict[str, Any]:
 def overrides(values: Mapping[str, Any]) -> dict[str, Any]:
     """The layer that a mapping of dotted keys to Python values describes."""
     layer: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in sorted(values.items(), key=lambda item: item[0].count(".")):
         _nest(layer, key, value)
     return layer
 
@@ -103,7 +104,7 @@ def _nest(layer: dict[str, Any], key: str, value: Any) -> None:
     for step in path:
         inner = layer.setdefault(step, {})
         if isinstance(inner, str):  # `norm=rms norm.eps=1e-6`: the short form names the kind
-            inner = layer[step] = {"kind": inner}
+            inner = layer[step] = {"": inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"{key}: {step} is already set to a whole value")
         layer = inner
@@ -158,6 +159,8 @@ class _Loader:
                     continue
                 return self.fail(key, f"expects a table of settings, not {_show(layer)}")
             table = dict(layer)
+            if "" in table and short:
+                table[short] = table.pop("")
             if "presets" in meta and "preset" in table:
                 named = table.pop("preset")
             if "kinds" in meta and "kind" in table:
@@ -202,9 +205,9 @@ class _Loader:
         model, current = base
         if model is _FAILED:
             return _FAILED
-        wrong = next((layer for layer in layers if not isinstance(layer, Mapping)), None)
-        if wrong is not None or None in layers:
-            return self.fail(key, f"expects a table of named variants, not {_show(wrong)}")
+        wrong = [layer for layer in layers if not isinstance(layer, Mapping)]
+        if wrong:
+            return self.fail(key, f"expects a table of named variants, not {_show(wrong[0])}")
         result = dict(current)
         for name in dict.fromkeys(name for layer in layers for name in layer):
             given = [layer[name] for layer in layers if name in layer]
@@ -223,6 +226,7 @@ def _convert(hint: Any, value: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return _convert_any(args, value)
+    typed = value
     if isinstance(value, Text) and not (hint is str or (origin is Literal and isinstance(args[0], str))):
         value = _typed(value)
     if origin is Literal:
@@ -232,16 +236,16 @@ def _convert(hint: Any, value: Any) -> Any:
         raise ValueError(f"{_show(value)} is not one of {', '.join(map(str, args))}{_nearest(str(value), args)}")
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            value = [value]
+            value = [typed if args[0] is str else value]
         return tuple(_convert(args[0], item) for item in value)
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         return value
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     if hint is str and isinstance(value, str | Path):
-        return _unquote(value) if isinstance(value, Text) else str(value)
+        return _unicode(_unquote(value) if isinstance(value, Text) else str(value))
     raise ValueError(f"expects {_NAMES.get(hint, hint)}, not {_show(value)}")
 
 
@@ -261,8 +265,16 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def _typed(text: Text) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return str(text)
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"expects text in Unicode, not {text!r}") from None
+    return text
 
 
 def _unquote(text: Text) -> str:

@@ -203,6 +203,39 @@ def test_a_tokenizer_is_trained_shown_and_used(call: Call, recipe: Path) -> None
     refused(call("tokenizer", "train", "t2.json", "play.txt", "--kind", "bep"), "did you mean bpe?")
 
 
+def test_a_damaged_card_is_named_and_the_other_runs_are_listed(call: Call, recipe: Path) -> None:
+    assert call("train", recipe).code == 0
+    Path("runs/tiny/model.json").write_text("{")
+    refused(call("show", "runs/tiny"), "model.json")
+    assert "damaged" in call("runs").out
+
+
+def test_a_folder_that_cannot_be_written_is_named(call: Call, recipe: Path) -> None:
+    Path("taken").write_text("a file")
+    refused(call("train", recipe, "--runs", "taken"), "taken")
+    refused(call("tokenizer", "train", "nowhere/tok.json", "play.txt"), "nowhere is not a folder")
+
+
+def test_generation_says_when_the_context_is_full(call: Call, recipe: Path) -> None:
+    assert call("train", recipe).code == 0
+    outcome = call("generate", "runs/tiny", "To be", "--tokens", 60, "--temperature", 0)
+    assert outcome.code == 0
+    assert "context of 16 tokens is full" in outcome.err
+    assert "full" not in call("generate", "runs/tiny", "To be", "--tokens", 60, "--temperature", 0, "--slide").err
+
+
+def test_logits_refuse_what_is_no_id(call: Call, recipe: Path) -> None:
+    from trivium import api
+    from trivium.errors import RequestError
+
+    assert call("train", recipe).code == 0
+    m = api.load("runs/tiny", device="cpu")
+    wrong: list[Any] = [[[999]], [], [[1, 2], [3]], [[0.5]], [-1]]
+    for ids in wrong:
+        with pytest.raises(RequestError):
+            m.logits(ids)
+
+
 def test_doctor_names_the_versions_and_the_compile_cache(call: Call) -> None:
     facts = json.loads(call("doctor", "--json").out)
     assert facts["torch"].startswith(torch.__version__.split("+")[0])

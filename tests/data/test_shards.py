@@ -224,7 +224,8 @@ def test_every_flipped_byte_and_truncation_is_found(
     shards: Path, tmp_path: Path, count: Callable[[int, int], int]
 ) -> None:
     rng = random.Random(0)
-    names = sorted(path.name for path in shards.iterdir())
+    # the tokenizer is known by its own digest, which open_shards compares
+    names = sorted(path.name for path in shards.iterdir() if path.name != "tokenizer.json")
     assert len(names) == 5
     for _ in range(count(200, 5000)):
         path = shards / rng.choice(names)

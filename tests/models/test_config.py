@@ -111,14 +111,15 @@ def test_cross_attention_is_counted_apart() -> None:
 
 def test_every_part_that_cannot_stand_where_it_is_says_so_by_its_key() -> None:
     odd = Block(attention=MultiHead(heads=5))
+    decoder = Stack(block=Block(cross=MultiHead()), variants={"odd": odd}, pattern=("", "odd"))
     with pytest.raises(ConfigError) as caught:
-        ModelConfig(width=16, encoder=Stack(block=odd), decoder=Stack(variants={"odd": odd}, pattern=("", "odd")))
+        ModelConfig(width=16, encoder=Stack(block=odd), decoder=decoder)
     assert caught.value.problems == (
         "encoder.block.attention.heads: width 16 is not divisible by 5; try 4",
         "decoder.variants.odd.attention.heads: width 16 is not divisible by 5; try 4",
     )
     turned = Block(attention=MultiHead(heads=2, head=3), position=Rotary())
-    with pytest.raises(ConfigError, match=r"decoder\.block\.position: .*a head of size 3 must be even"):
+    with pytest.raises(ConfigError, match=r"decoder\.block\.position: .*a head of size 3 cannot be odd"):
         ModelConfig(width=16, decoder=Stack(block=turned))
 
 

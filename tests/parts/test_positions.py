@@ -18,7 +18,7 @@ from trivium.models.transformer import build
 from trivium.parts.positions import Learned, LearnedPositions, NoPositions, Positions, Rotary, RotaryPositions
 from trivium.parts.site import Site
 
-SITE = Site(width=16, context=12, head=8, heads=2)
+SITE = Site(width=16, context=12, head=8)
 Layout = Literal["halves", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = ("halves", "interleaved")
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -107,7 +107,7 @@ def test_rotary_positions_are_not_saved() -> None:
 
 
 def test_an_odd_head_cannot_be_turned() -> None:
-    with pytest.raises(ConfigError, match="a head of size 5 must be even"):
+    with pytest.raises(ConfigError, match="a head of size 5 cannot be odd"):
         Rotary().build(Site(width=10, context=4, head=5))
     with pytest.raises(ConfigError, match="theta"):
         Rotary(theta=0.0)

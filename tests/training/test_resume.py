@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -164,6 +165,21 @@ def test_a_killed_run_goes_on_exactly(small: Make, tmp_path: Path, count: Callab
         process.communicate()
         finish(resume(folder))
         assert_equal_ends(straight.folder, folder, 300)
+
+
+@pytest.mark.parametrize("step", [5, 10, 20])
+def test_a_stop_on_a_step_with_work_due_leaves_nothing_out(small: Make, tmp_path: Path, step: int) -> None:
+    """Stopping skips validation and sample of that step, to be quick; going on makes up for them."""
+    straight = start(small(**{"checkpoint.keep": 30}), tmp_path / "straight")
+    finish(straight)
+    copy = tmp_path / "copy" / "small"
+    shutil.copytree(straight.folder, copy)
+    cut_back(copy, step)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        kept = [row for row in rows(copy / name) if row["step"] < step or row.get("kind") == "train"]
+        (copy / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+    finish(resume(copy))
+    assert_equal_ends(straight.folder, copy, 20)
 
 
 def test_a_damaged_checkpoint_is_skipped_and_said(small: Make, tmp_path: Path) -> None:

@@ -287,6 +287,85 @@ def test_out_of_memory_ends_in_a_sentence_that_names_the_setting(
         finish(start(small(), tmp_path))
 
 
+def test_the_number_of_threads_is_obeyed_on_resume(small: Make, tmp_path: Path) -> None:
+    """One and two threads give different bits."""
+    session = start(small(threads=1), tmp_path)
+    torch.set_num_threads(2)
+    try:
+        finish(session)
+        torch.set_num_threads(2)
+        finish(resume(session.folder, **{"budget.steps": 21}))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_change_before_the_first_checkpoint_is_written_down(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    events = resume(session.folder, **{"optim.rate": 0.5}).events()
+    next(event for event in events if isinstance(event, Progress))
+    events.close()  # type: ignore[attr-defined]
+    assert "rate = 0.5" in (session.folder / "config.toml").read_text()
+
+
+def test_out_of_memory_while_timing_is_a_sentence_too(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nll(*_: object) -> torch.Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr(SoftmaxOutput, "nll", nll)
+    with pytest.raises(OutOfMemory, match=r"smaller model\.context or model\.width"):
+        start(small(**{"budget.steps": 0, "budget.minutes": 1.0, "batch.micro": 1}), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_again(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    finish(session)
+    shutil.rmtree(session.folder / "checkpoints")
+    with pytest.raises(CheckpointError, match="no checkpoint to go on from"):
+        finish(resume(session.folder, **{"budget.steps": 30}))
+    assert (session.folder / "model.json").is_file()
+
+
+def test_a_run_that_is_extended_is_unfinished_until_it_ends(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    finish(session)
+    assert api.show(session.folder)["state"] == "finished"
+    events = resume(session.folder, **{"budget.steps": 40}).events()
+    next(event for event in events if isinstance(event, Saved))
+    events.close()  # type: ignore[attr-defined]
+    assert api.show(session.folder)["state"] == "unfinished"
+    assert api.load(session.folder, device="cpu").notes["step"] > 20
+
+
+@pytest.mark.parametrize("change", [{"budget.minutes": 1.0}, {"budget.tokens": 100}])
+def test_a_run_goes_on_for_a_number_of_steps(small: Make, tmp_path: Path, change: dict[str, Any]) -> None:
+    session = start(small(), tmp_path)
+    with pytest.raises(ConfigError, match=r"set budget\.steps=N \(now 20\)"):
+        resume(session.folder, **change)
+
+
+def test_a_preset_on_resume_is_refused(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    with pytest.raises(CheckpointError, match="another configuration"):
+        resume(session.folder, model="gpt2")
+
+
+def test_shards_bring_their_own_tokenizer(small: Make, tmp_path: Path, text: Path) -> None:
+    from trivium.data.config import DataConfig
+    from trivium.data.shards import build
+    from trivium.text.kinds import Chars
+
+    chars = Chars().build([text.read_text()])
+    build(DataConfig(paths=(str(text),)), chars, tmp_path / "shards", progress=silent, say=silent)
+    session = start(small(**{"data.paths": [str(tmp_path / "shards")]}), tmp_path / "runs")
+    assert session.ground.tokenizer.digest == chars.digest
+    finish(session)
+    assert api.load(session.folder, device="cpu").tokenizer.kind == "chars"
+
+
 # Pieces ------------------------------------------------------------------------------------------------------------
 
 
@@ -320,7 +399,7 @@ def test_the_number_of_steps_follows_from_their_time(monkeypatch: pytest.MonkeyP
             yield Update(number, torch.tensor(0.0), torch.tensor(0.0), torch.tensor(True), 0.0, 1)
 
     monkeypatch.setattr(calibrate, "updates", steps)
-    found = steps_for(100, lambda: None, lambda _: 3.0, 2, lambda: now)  # type: ignore[arg-type, return-value]
+    found = steps_for(100, lambda: None, lambda _: 3.0, lambda _: 2, lambda: now)  # type: ignore[arg-type, return-value]
     measured = 2.0 + 0.5 * 7  # until a twentieth of the budget is used
     assert found == int((100 - measured - 1.5 - 6.0) * 0.98 / 0.5)
 
@@ -338,7 +417,7 @@ def test_a_budget_too_small_for_a_step_is_refused(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(calibrate, "updates", steps)
     with pytest.raises(ConfigError, match=r"budget\.minutes"):
-        steps_for(10, lambda: None, lambda _: 0.0, 1, lambda: now)  # type: ignore[arg-type, return-value]
+        steps_for(10, lambda: None, lambda _: 0.0, lambda _: 1, lambda: now)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(

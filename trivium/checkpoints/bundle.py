@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +13,9 @@ from torch import Tensor
 from trivium import config as settings
 from trivium.checkpoints import format
 from trivium.errors import CheckpointError, ConfigError
-from trivium.files import sha256, write_atomic
+from trivium.files import sha256, temporary, write_atomic
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Transformer, empty, load_weights
+from trivium.models.transformer import Transformer, build, check_weights, empty, load_weights
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
 FORMAT = 1
@@ -34,30 +35,35 @@ def save(
 ) -> None:
     """Write a bundle; the card comes last, so that a folder with a card is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CARD).unlink(missing_ok=True)
-    format.write_tensors(folder / WEIGHTS, tensors)
+    hidden = temporary(folder / WEIGHTS)
+    try:
+        format.write_tensors(hidden, tensors)  # a full disk leaves the model that was there as it was
+        (folder / CARD).unlink(missing_ok=True)
+        os.replace(hidden, folder / WEIGHTS)
+    finally:
+        hidden.unlink(missing_ok=True)
     tokenizer.save(folder / TOKENIZER)
-    card = {
+    facts = {
         "format": FORMAT,
         "config": settings.dump(config),
         "weights": sha256(folder / WEIGHTS),
         "tokenizer": tokenizer.digest,
         "notes": dict(notes),
     }
-    write_atomic(folder / CARD, (json.dumps(card, indent=2, ensure_ascii=False) + "\n").encode())
+    write_atomic(folder / CARD, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def open_bundle(folder: Path, *, parts: Sequence[type[Any]] = ()) -> Bundle:
     """The model in a folder, every byte checked before a tensor is used."""
-    card = _card(folder / CARD)
+    facts = card(folder / CARD)
     weights = folder / WEIGHTS
-    if not weights.is_file() or sha256(weights) != card["weights"]:
+    if not weights.is_file() or sha256(weights) != facts["weights"]:
         raise CheckpointError(f"{weights} is missing or damaged; restore it from a copy or from a checkpoint")
     tokenizer = open_tokenizer(folder / TOKENIZER)
-    if tokenizer.digest != card["tokenizer"]:
+    if tokenizer.digest != facts["tokenizer"]:
         raise CheckpointError(f"{folder / TOKENIZER} is not the tokenizer this model was trained with; restore it")
-    module = model_from(card["config"], format.read_tensors(weights), str(folder), parts)
-    return Bundle(module, tokenizer, card["notes"])
+    module = model_from(facts["config"], format.read_tensors(weights), str(folder), parts)
+    return Bundle(module, tokenizer, facts["notes"])
 
 
 def model_from(
@@ -65,25 +71,28 @@ def model_from(
 ) -> Transformer:
     """A model of the configuration in `table`, filled with `tensors`."""
     try:
-        module = empty(settings.load(ModelConfig, table, parts=parts))
+        config = settings.load(ModelConfig, table, parts=parts)
+        check_weights(build(config, device="meta"), tensors)  # shapes before memory
+        module = empty(config)
         load_weights(module, tensors)
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be opened: {error}") from None
     return module.eval()
 
 
-def _card(path: Path) -> dict[str, Any]:
+def card(path: Path) -> dict[str, Any]:
+    """What `model.json` says, checked."""
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-        version = card["format"]
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        version = facts["format"]
         wanted = {"config": dict, "weights": str, "tokenizer": str, "notes": dict}
-        sound = type(version) is int and all(isinstance(card[key], kind) for key, kind in wanted.items())
+        sound = type(version) is int and all(isinstance(facts[key], kind) for key, kind in wanted.items())
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} holds no model: {path.name} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        sound, version, card = False, 0, {}
+        sound, version, facts = False, 0, {}
     if not sound:
         raise CheckpointError(f"{path} is not the card of a trivium model; restore it from a copy")
     if version > FORMAT:
         raise CheckpointError(f"{path} was written by a newer trivium (format {version}); upgrade trivium")
-    return dict(card)
+    return dict(facts)

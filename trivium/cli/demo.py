@@ -32,7 +32,8 @@ def demonstrate(settings: Sequence[str], runs: Path) -> None:
         else:
             _train(folder, recipe, text, settings, runs)
     model = api.load(folder, device="cpu")
-    if not any(row.get("kind") == "test" for row in rows(folder / "metrics.jsonl")):
+    scored = {row.get("step") for row in rows(folder / "metrics.jsonl") if row.get("kind") == "test"}
+    if model.notes.get("step") not in scored:
         _score(model, folder, gzip.decompress((assets / "shakespeare-test.txt.gz").read_bytes()).decode())
     facts = api.show(folder)
     test = facts["test"]

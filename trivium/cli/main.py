@@ -87,7 +87,7 @@ def generate(
     """Continue a prompt; the text appears as it is written."""
     from trivium import api
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     m = api.load(model, device=device)
     options: dict[str, Any] = {
         "tokens": tokens,
@@ -103,10 +103,16 @@ def generate(
     if n == 1 and not as_json and not logprobs:
         pieces = m.stream(text, **options)
         typer.echo(text, nl=False)
-        for piece in pieces:
-            typer.echo(piece, nl=False)
-            sys.stdout.flush()
+        reason = ""
+        while not reason:
+            try:
+                typer.echo(next(pieces), nl=False)
+                sys.stdout.flush()
+            except StopIteration as end:
+                reason = end.value.reason
         typer.echo()
+        if reason == "context":
+            typer.echo(f"(the model's context of {m.config.context} tokens is full; --slide goes on)", err=True)
         return
     found = m.generate([text], n=n, logprobs=logprobs, **options)[0]
     samples = found if isinstance(found, list) else [found]
@@ -116,6 +122,13 @@ def generate(
     for index, sample in enumerate(samples):
         typer.echo(f"--- {index + 1}" if n > 1 else "", nl=n > 1)
         typer.echo(text + sample)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 text (byte {error.start})") from None
 
 
 def _sample(sample: Any) -> dict[str, Any]:
@@ -273,7 +286,7 @@ def data_show(
     shards: Annotated[Path, typer.Argument(help="A folder of shards, or a run.")],
     row: Annotated[int, typer.Option(help="Which row.")] = 0,
     split: Annotated[str, typer.Option(help="train or valid.")] = "train",
-    context: Annotated[int, typer.Option(help="Tokens of a row.")] = 64,
+    context: Annotated[int, typer.Option(help="Tokens of a row.", min=1)] = 64,
     as_json: Json = False,
 ) -> None:
     """One row exactly as the model sees it: position, id, piece, label and document."""
@@ -303,6 +316,8 @@ def tokenizer_train(
 
     if out.exists():
         raise UserError(f"{out} exists already; remove it or name another file")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"{out.parent} is not a folder; make it first")
     with watcher() as watch:
         made = train_tokenizer(paths, kind, size, watch.tick)
     made.save(out)
@@ -319,7 +334,7 @@ def tokenizer_encode(
     from trivium.text.tokenizer import open_tokenizer
 
     opened = open_tokenizer(tokenizer)
-    ids = opened.encode(sys.stdin.read() if text == "-" else text)
+    ids = opened.encode(_standard_input() if text == "-" else text)
     if as_json:
         _print_json({"ids": ids, "pieces": [opened.piece(id) for id in ids]})
     else:
@@ -387,12 +402,11 @@ def main() -> None:
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         app()
-    except BrokenPipeError:  # `trivium generate … | head`: nobody listens any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    except OSError as error:  # no space, no permission: the file or folder is named, and nothing is half-written
+        if debug:
+            raise
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(UserError.exit_code)
     except TriviumError as error:
         if debug:
             raise

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
+from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated, duration, line
 
 
 class Watcher(Protocol):
@@ -58,9 +58,9 @@ class PlainWatcher:
             self.say(f"{what}: {10 * tenth[1]} % of {of / 1e6:.1f} MB")
 
     def event(self, event: Event) -> None:
-        line = _plain(event)
-        if line:
-            self.say(line)
+        text = line(event)
+        if text:
+            self.say(text)
 
 
 class LiveWatcher:
@@ -106,34 +106,11 @@ class LiveWatcher:
         for step, loss, found in self._rows:
             mark = "best" if found.best else ""
             table.add_row(str(step), f"{loss:.4f}", f"{found.loss:.4f}", f"{found.bits_per_byte:.4f}", mark)
-        line = (
+        now_line = (
             f"step {now.step}/{now.total}  loss {now.loss:.4f}  norm {now.norm:.2f}  rate {now.rate:.2e}  "
-            f"{now.tokens_per_second:,.0f} tok/s  {_time(now.seconds_left)} left"
+            f"{now.tokens_per_second:,.0f} tok/s  {duration(now.seconds_left)} left"
         )
-        parts: list[RenderableType] = [table, Text(line), ProgressBar(total=now.total, completed=now.step)]
+        parts: list[RenderableType] = [table, Text(now_line), ProgressBar(total=now.total, completed=now.step)]
         if self._sample is not None:
             parts.append(Text(self._sample.prompt + self._sample.text[:400], style="dim"))
         return Group(*parts)
-
-
-def _plain(event: Event) -> str:
-    match event:
-        case Progress(step, total, loss, norm, rate, speed, left):
-            return (
-                f"step {step:>6}/{total}  loss {loss:.4f}  norm {norm:.2f}  rate {rate:.2e}  "
-                f"{speed:>9,.0f} tok/s  {_time(left)} left"
-            )
-        case Validated(step, loss, bits, best):
-            return f"step {step:>6}  valid {loss:.4f}  {bits:.4f} bits/byte{'  best' if best else ''}"
-        case Sampled(step, prompt, text):
-            return f"--- sample at step {step}\n{prompt}{text}\n---"
-        case Said(text):
-            return text
-        case _:
-            return ""
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trivium.config import load, unknown
+from trivium.config import Text, load, unknown
 from trivium.data import shards as data
 from trivium.data.config import DataConfig
 from trivium.data.shards import Shards
-from trivium.data.sources import files, texts
+from trivium.data.sources import files, texts, total_bytes
 from trivium.errors import DataError
-from trivium.files import write_atomic
 from trivium.text.kinds import TOKENIZERS, Bpe
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
@@ -25,7 +24,7 @@ def train_tokenizer(
     if kind not in TOKENIZERS or kind == "file":
         raise unknown("kind of tokenizer", kind, [name for name in TOKENIZERS if name != "file"])
     config = config or DataConfig(paths=tuple(paths), valid=0.0)
-    total, done = sum(path.stat().st_size for path in files(config.paths)), 0
+    total, done = total_bytes(config.paths), 0
 
     def read(count: int) -> None:
         nonlocal done
@@ -49,8 +48,6 @@ def build(
     tick: Tick,
 ) -> str:
     """Shards and their tokenizer in `out`; a sentence about them."""
-    from trivium.config import Text
-
     layer = {"paths": list(paths), "valid": Text(valid), "separator": separator, "field": field}
     config = load(DataConfig, layer)
     files(config.paths)
@@ -59,7 +56,6 @@ def build(
     known = Path(tokenizer)
     chosen = open_tokenizer(known) if known.exists() else train_tokenizer(paths, tokenizer, size, tick, config)
     made = data.build(config, chosen, out, progress=lambda at, of: tick("data", at, of), say=say)
-    write_atomic(out / "tokenizer.json", chosen.serialise().encode())
     train, held = len(made.train), len(made.valid)
     return f"{train:,} tokens for training, {held:,} for validation, {chosen.size:,} ids"
 

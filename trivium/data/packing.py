@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.data.shards import Stream
-
-IGNORE = -100  # a label where there is nothing to predict; the default of torch's cross entropy
+from trivium.parts.output import IGNORED
 
 # N rows, T context, U = T + 1
 
@@ -46,4 +45,4 @@ class Rows:
         real_NT = at_NU[:, 1:] <= last
         number_NT = np.searchsorted(self.stream.starts, at_NU[:, :-1], side="right")
         documents_NT = np.where(real_NT, number_NT - number_NT[:, :1] + 1, 0).astype(np.int32)
-        return RowBatch(ids_NU, np.where(real_NT, ids_NU[:, 1:], IGNORE), documents_NT)
+        return RowBatch(ids_NU, np.where(real_NT, ids_NU[:, 1:], IGNORED), documents_NT)

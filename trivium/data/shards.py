@@ -85,6 +85,7 @@ def build(
         raise DataError(f"data.paths: {config.paths[0]} is a folder of built shards already; name the text itself")
     with _scratch(folder) as scratch:
         manifest = _Build(config, tokenizer, scratch, progress).run(say)
+        tokenizer.save(scratch / "tokenizer.json")
         write_synced(scratch / MANIFEST, json.dumps(_sealed(manifest), ensure_ascii=False, indent=1).encode())
         sync_folder(scratch)
         os.rename(scratch, folder)

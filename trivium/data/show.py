@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trivium.data.packing import IGNORE, Rows
+from trivium.data.packing import Rows
 from trivium.data.shards import Shards, Split, Stream
 from trivium.errors import DataError
+from trivium.parts.output import IGNORED
 from trivium.text.tokenizer import Tokenizer
 
 
@@ -54,6 +55,6 @@ def preview(shards: Shards, tokenizer: Tokenizer, context: int, row: int, split:
         raise DataError(f"the {split} text has no row {row} at a context of {context}; {have}")
     ids, labels, documents = (array[0].tolist() for array in rows.take(np.array([row])))
     return [
-        Cell(at, ids[at], tokenizer.piece(ids[at]), "" if label == IGNORE else tokenizer.piece(label), documents[at])
+        Cell(at, ids[at], tokenizer.piece(ids[at]), "" if label == IGNORED else tokenizer.piece(label), documents[at])
         for at, label in enumerate(labels)
     ]

@@ -124,7 +124,7 @@ class Uniforms:
 
     def __init__(self, seed: int, sample: int) -> None:
         # hashed: neighbouring seeds and samples must not give related streams
-        mixed = hashlib.sha256(f"{seed}/{sample}".encode()).digest()
+        mixed = hashlib.sha256(f"sampling {seed}/{sample}".encode()).digest()
         self._generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
         self._ready: list[float] = []
 

@@ -40,8 +40,8 @@ class Block:
         fraction("dropout", self.dropout)
 
     def inner(self, site: Site) -> Site:
-        """The site of the position part, which also knows the heads."""
-        return replace(site, head=self.attention.head_size(site), heads=getattr(self.attention, "heads", 1))
+        """The site of the position part, which also knows the size of a head."""
+        return replace(site, head=self.attention.head_size(site))
 
     def costs(self, site: Site) -> Iterator[tuple[str, Any]]:
         """Each part's name and a function that gives its cost here, or refuses."""

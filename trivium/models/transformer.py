@@ -66,12 +66,12 @@ class Transformer(nn.Module):
         """The states of `tokens` [B, T].
 
         `padding` [B, S] is True at real tokens, cached ones included; `positions` [B, T] default to the running
-        index; `documents` [B, T] keeps packed documents apart; `source` is the encoder's input where there are two.
+        index; `documents` [B, S] keeps packed documents apart; `source` is the encoder's input where there are two.
         """
         memory: Tensor | None = None
         if self.encoder is not None and self.decoder is not None:
             if source is None:
-                raise RequestError("an encoder-decoder needs a source: pass source= or use logits(source, target)")
+                raise RequestError("an encoder-decoder needs a source: pass source=")
             memory = self._run(self.encoder, source, None, Mask(padding=source_padding), None)
         elif source is not None:
             raise RequestError(f"a model of the {self.config.family} family takes no source")
@@ -145,8 +145,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **{name: tensor for name, tensor in saved.items() if name not in alias}}
 
 
-def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Fill a model; a missing, extra or misshapen tensor is refused before any is copied."""
+def check_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Refuse a missing, extra or misshapen tensor; a model on the meta device costs no memory for that."""
     own = weights(model)
     wrong = [f"{name} is missing" for name in own if name not in tensors]
     wrong += [f"{name} is not part of this model" for name in tensors if name not in own]
@@ -158,8 +158,13 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise ConfigError(f"the weights do not fit the configuration: {wrong[0]}{more}")
+
+
+def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Fill a model; tensors that do not fit are refused before any is copied."""
+    check_weights(model, tensors)
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in weights(model).items():
             tensor.copy_(tensors[name])
 
 

@@ -48,7 +48,7 @@ class AdamW:
     decay: float = 0.1
 
     def __post_init__(self) -> None:
-        _check(self.rate, self.decay)
+        _check(self.rate, self.decay, self.eps)
         fraction("beta1", self.beta1)
         fraction("beta2", self.beta2)
 
@@ -73,9 +73,9 @@ class Muon:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        _check(self.rate, self.decay)
-        _check(self.adam_rate, self.adam_decay, "adam_")
-        _check(self.head_rate, self.adam_decay, "head_")
+        _check(self.rate, self.decay, self.eps)
+        _check(self.adam_rate, self.adam_decay, self.eps, "adam_")
+        _check(self.head_rate, self.adam_decay, self.eps, "head_")
         for name in ("momentum", "beta1", "beta2"):
             fraction(name, getattr(self, name))
         at_least("iterations", self.iterations, 1)
@@ -232,7 +232,8 @@ def _expect(tensors: dict[str, Tensor], name: str, keys: Sequence[str]) -> None:
         )
 
 
-def _check(rate: float, decay: float, prefix: str = "") -> None:
+def _check(rate: float, decay: float, eps: float, prefix: str = "") -> None:
+    at_least("eps", eps, 0)
     if not rate > 0:
         raise ConfigError(f"{prefix}rate: {rate} is not positive; try 1e-3")
     at_least(f"{prefix}decay", decay, 0)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import fraction
+from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.cache import LayerCache, Shape
 from trivium.parts.linear import Linear, columns
@@ -47,6 +47,8 @@ class MultiHead:
     def __post_init__(self) -> None:
         if self.heads < 1:
             raise ConfigError(f"heads: {self.heads} is less than 1")
+        at_least("head", self.head, 0)
+        at_least("groups", self.groups, 0)
         if self.groups and self.heads % self.groups:
             raise ConfigError(f"groups: {self.heads} heads cannot share {self.groups} groups evenly")
         fraction("dropout", self.dropout)

@@ -41,7 +41,6 @@ class Cache:
     ) -> None:
         self.layers = [LayerCache(rows, longest, shape, device, dtype) for shape in shapes]
         self.rows = rows
-        self.longest = longest
         self.length = 0
 
     def keep(self, rows: Tensor) -> None:

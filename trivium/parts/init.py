@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from trivium.config import at_least
 from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.linear import WRITERS, Linear
 from trivium.parts.positions import LearnedPositions
@@ -26,6 +27,9 @@ class Gpt:
 
     std: float = 0.02
 
+    def __post_init__(self) -> None:
+        at_least("std", self.std, 0)
+
     def apply(self, model: nn.Module, *, layers: int, generator: torch.Generator) -> None:
         _fill(model, generator, table=self.std, matrix=lambda layer: self.std)
 
@@ -35,6 +39,9 @@ class Gpt2:
     """As GPT, but layers that write into the residual stream are scaled by 1/sqrt(2 layers)."""
 
     std: float = 0.02
+
+    def __post_init__(self) -> None:
+        at_least("std", self.std, 0)
 
     def apply(self, model: nn.Module, *, layers: int, generator: torch.Generator) -> None:
         scaled = self.std / math.sqrt(2 * layers)
@@ -47,6 +54,10 @@ class FanIn:
 
     gain: float = 1.0
     table: float = 0.02
+
+    def __post_init__(self) -> None:
+        at_least("gain", self.gain, 0)
+        at_least("table", self.table, 0)
 
     def apply(self, model: nn.Module, *, layers: int, generator: torch.Generator) -> None:
         def deviation(layer: Linear) -> float:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "head", "project"]
+Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "head"]
 
 # Layers that write into the residual stream: GPT-2 scales their init by depth.
 WRITERS: frozenset[Role] = frozenset({"attention-out", "down"})

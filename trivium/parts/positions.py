@@ -78,7 +78,7 @@ class Rotary:
 
     def cost(self, site: Site) -> Cost:
         if site.head % 2:
-            raise ConfigError(f"rotary positions turn pairs, so a head of size {site.head} must be even")
+            raise ConfigError(f"rotary positions turn pairs, so a head of size {site.head} cannot be odd; change heads")
         return Cost()
 
 

@@ -18,7 +18,6 @@ class Site:
     causal: bool = True
     source: int = 0  # the width that keys and values come from; 0 unless this is cross-attention
     head: int = 0  # E, the size of one head, for positions that act inside attention
-    heads: int = 0  # H, query heads, for positions that add a bias per head
 
 
 class Cost(NamedTuple):

@@ -18,12 +18,13 @@ def steps_for(
     seconds: float,
     make: Callable[[], Job],
     validation: Callable[[Job], float],
-    evaluations: int,
+    evaluations: Callable[[int], int],
     clock: Callable[[], float],
 ) -> int:
-    """The number of steps that end within `seconds` from now, `evaluations` validations included.
+    """The number of steps that end within `seconds` from now, validations included.
 
-    `make` gives a job like the real one, `validation` the seconds that one validation takes.
+    `make` gives a job like the real one, `validation` the seconds that one validation takes, `evaluations` how many
+    there are in a run of so many steps.
     """
     start = clock()
     job = make()
@@ -42,12 +43,12 @@ def steps_for(
     del job
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    left = (seconds - (clock() - start) - first - evaluations * once) * _RESERVE
-    # on a machine so busy that validation would eat the budget, half of it still goes into training
-    steps = int(max(left, seconds / 2) / step)
+    left = seconds - (clock() - start) - first
+    validating = evaluations(max(0, int(left / step))) * once
+    steps = int((left - validating) * _RESERVE / step)
     if steps < 1:
         raise ConfigError(
-            f"budget.minutes: {seconds / 60:.2f} minutes do not hold one step of {step:.1f} s and its validation; "
-            "give more time, or a smaller model or batch"
+            f"budget.minutes: {seconds / 60:.2f} minutes do not hold a step of {step:.1f} s beside {validating:.0f} s "
+            "of validation; give more time, a smaller model or batch, or a smaller evaluate.rows"
         )
     return steps

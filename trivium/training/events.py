@@ -49,3 +49,28 @@ class Said(NamedTuple):
 
 
 Event = Progress | Validated | Sampled | Saved | Said
+
+
+def line(event: Event) -> str:
+    """An event as plain text; empty for those that need none."""
+    match event:
+        case Progress(step, total, loss, norm, rate, speed, left):
+            return (
+                f"step {step:>6}/{total}  loss {loss:.4f}  norm {norm:.2f}  rate {rate:.2e}  "
+                f"{speed:>9,.0f} tok/s  {duration(left)} left"
+            )
+        case Validated(step, loss, bits, best):
+            return f"step {step:>6}  valid {loss:.4f}  {bits:.4f} bits/byte{'  best' if best else ''}"
+        case Sampled(step, prompt, text):
+            return f"--- sample at step {step}\n{prompt}{text}\n---"
+        case Said(text):
+            return text
+        case _:
+            return ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from trivium.errors import OutOfMemory
+from trivium.training.recipe import Recipe
 
 
 class Signals:
@@ -72,4 +77,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the device or the host has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    signs = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+@contextlib.contextmanager
+def enough_memory(recipe: Recipe, folder: Path | None = None) -> Iterator[None]:
+    """Turn running out of memory into a sentence that names the setting to change."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        micro = recipe.micro
+        used = f"out of memory on {recipe.device} with {micro} rows of {recipe.model.context} tokens at a time; "
+        again = f" and go on with `trivium train {folder}`" if folder is not None else ""
+        if micro > 1:
+            raise OutOfMemory(f"{used}set batch.micro={micro // 2}{again}") from error
+        raise OutOfMemory(f"{used}start a new run with a smaller model.context or model.width") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,14 +19,15 @@ from trivium.data import shards as data
 from trivium.data.loader import Order
 from trivium.data.packing import Rows
 from trivium.data.shards import Shards
-from trivium.data.sources import files, texts
+from trivium.data.sources import files, texts, total_bytes
 from trivium.errors import ConfigError, DataError
 from trivium.files import remove, temporary, write_synced
 from trivium.models.transformer import build, with_vocab
+from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training.calibrate import steps_for
 from trivium.training.device import autocast, environment, keep_compiled, keep_memory, settle
-from trivium.training.guards import Soundness
+from trivium.training.guards import Soundness, enough_memory
 from trivium.training.loop import Job, computation
 from trivium.training.recipe import Recipe
 from trivium.training.validate import validate
@@ -73,21 +75,28 @@ def lay(recipe: Recipe, runs: Path, *, say: Say, tick: Tick, clock: Callable[[],
         raise ConfigError(
             "budget: nothing says how long to train; add budget.steps=N, budget.tokens=N or budget.minutes=N"
         )
-    recipe = settle(recipe)
-    torch.set_num_threads(recipe.threads)
-    if data.built_shards(recipe.data) is None:
+    recipe = replace(settle(recipe), data=replace(recipe.data, paths=_absolute(recipe.data.paths)))
+    built = data.built_shards(recipe.data)
+    if built is None:
         files(recipe.data.paths)  # a missing file is refused before a folder is made
+    else:
+        say(f"the shards in {built} bring their own tokenizer and validation text")
+        recipe = replace(recipe, tokenizer=File(path=str(built / "tokenizer.json")))
     with _scratch(folder) as scratch:
         tokenizer, shards = _text(recipe, scratch, say, tick)
         recipe = replace(recipe, model=with_vocab(recipe.model, tokenizer.size))
+        build(recipe.model, device="meta")  # what only building shows is refused before anything stays behind
         ground = Ground(folder=scratch, recipe=recipe, tokenizer=tokenizer, shards=shards)
-        ground = replace(ground, recipe=_with_steps(ground, clock))
+        with enough_memory(recipe):
+            ground = replace(ground, recipe=_with_steps(ground, clock))
         tokenizer.save(scratch / "tokenizer.json")
         write_synced(scratch / "config.toml", settings.write(ground.recipe).encode())
         write_synced(scratch / "env.json", (json.dumps(environment(recipe), indent=2) + "\n").encode())
         try:
             os.rename(scratch, folder)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
             raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}`") from None
     return reopen(folder, ground.recipe)
 
@@ -104,6 +113,7 @@ def job(ground: Ground, total: int) -> Job:
     """A job at step 0 with newly drawn weights."""
     recipe = ground.recipe
     device = torch.device(recipe.device)
+    torch.set_num_threads(recipe.threads)
     keep_memory(device)
     if recipe.compile == "on":
         keep_compiled(ground.folder.parent)
@@ -125,8 +135,7 @@ def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick) -> tuple[Tokenize
     if built is not None:
         tokenizer = open_tokenizer(built / "tokenizer.json")
         return tokenizer, data.open_shards(built, tokenizer_digest=tokenizer.digest)
-    size = sum(path.stat().st_size for path in files(recipe.data.paths))
-    done = 0
+    size, done = total_bytes(recipe.data.paths), 0
 
     def read(count: int) -> None:
         nonlocal done
@@ -149,9 +158,12 @@ def _with_steps(ground: Ground, clock: Callable[[], float]) -> Recipe:
     else:
         seconds = recipe.budget.minutes * 60
         every = recipe.evaluate.every
-        number = round(1 / every) if 0 < every < 1 else 1
         steps = steps_for(
-            seconds, lambda: job(ground, 1_000_000), lambda j: _validation(j, ground, clock), number, clock
+            seconds,
+            lambda: job(ground, 1_000_000),
+            lambda trial: _validation(trial, ground, clock),
+            lambda steps: steps // int(every) + 1 if every >= 1 else round(1 / every) if every else 1,
+            clock,
         )
     return replace(recipe, budget=replace(recipe.budget, steps=steps, tokens=0, minutes=0.0))
 
@@ -166,6 +178,11 @@ def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float
     start = clock()
     validate(trial.model, recipe.objective, trial.compute, rows, limit=part, micro=recipe.micro)
     return (clock() - start) * wanted / part
+
+
+def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths as they are found from any folder, so that a run can go on from elsewhere."""
+    return tuple(str(Path(path).absolute()) for path in paths)
 
 
 @contextlib.contextmanager

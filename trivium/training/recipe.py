@@ -113,8 +113,12 @@ class Recipe:
         at_least("clip", self.clip, 0)
         at_least("threads", self.threads, 0)
         at_least("log", self.log, 1)
-        if self.name and (self.name.startswith(".") or "/" in self.name or "\\" in self.name):
-            raise ConfigError(f"name: {self.name!r} must be a plain folder name, without slashes or a leading dot")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed: {self.seed} is not a whole number from 0 up to 2**63")
+        if self.name.startswith(".") or len(self.name.encode()) > 200 or set(self.name) & set("/\\\0"):
+            raise ConfigError(
+                f"name: {self.name[:60]!r} must be a plain folder name: short, no slashes, no leading dot"
+            )
         if self.model.family != "decoder":
             raise ConfigError(
                 f"model: the causal objective trains a decoder, not a model of the {self.model.family} family"

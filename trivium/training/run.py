@@ -14,14 +14,14 @@ from trivium import report
 from trivium.checkpoints import bundle, format
 from trivium.checkpoints.store import Store
 from trivium.data.shards import changed_sources
-from trivium.errors import CheckpointError, ConfigError, Diverged, Interrupted, OutOfMemory, RequestError
+from trivium.errors import CheckpointError, ConfigError, Diverged, Interrupted, RequestError
 from trivium.files import Lock, write_atomic
 from trivium.generation.sampling import Sampling
 from trivium.generation.text import complete
 from trivium.models.transformer import load_weights, weights
 from trivium.training import prepare
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
-from trivium.training.guards import Signals, is_out_of_memory
+from trivium.training.guards import Signals, enough_memory
 from trivium.training.loop import Job, Pending, updates
 from trivium.training.metrics import Journal, rows
 from trivium.training.prepare import Ground, Say, Tick
@@ -65,6 +65,15 @@ def open_run(
 def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]], say: Say) -> Ground:
     """The ground of a stopped run; harmless changes are told, others refused."""
     written = settings.read(folder / "config.toml")
+    asked = layer.get("budget", {})
+    if isinstance(asked, Mapping) and {"minutes", "tokens"} & set(asked):
+        steps = written.get("budget", {}).get("steps")
+        raise ConfigError(f"budget: a run goes on for a number of steps; set budget.steps=N (now {steps})")
+    model = layer.get("model", {})
+    if isinstance(model, str) or "preset" in model:
+        raise CheckpointError(
+            f"{folder} holds checkpoints for another configuration: its model is not a preset any more"
+        )
     recipe = settings.load(Recipe, written, layer, parts=parts)
     before = settings.flat(settings.load(Recipe, written, parts=parts))
     changed = {key: value for key, value in settings.flat(recipe).items() if before.get(key) != value}
@@ -99,34 +108,32 @@ class Session:
 
     def events(self) -> Iterator[Event]:
         """Train, and tell what happens; closing the iterator early leaves a valid run behind."""
-        with Lock(self.folder), Signals() as signals:
+        with Lock(self.folder), Signals() as signals, enough_memory(self.recipe, self.folder):
             try:
                 job = prepare.job(self.ground, self.recipe.budget.steps)
                 yield from self._resume(job)
                 yield from self._train(job, signals)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise OutOfMemory(self._memory_sentence()) from error
-                raise
             finally:
                 self.metrics.close()
                 self.samples.close()
 
     def _train(self, job: Job, signals: Signals) -> Iterator[Event]:
         recipe, total = self.recipe, job.total
+        yield from self._owed(job)
         started, pending = self.clock() - self.seconds, Pending()
         mark = (self.clock(), job.tokens)
         for update in updates(job):
+            (self.folder / bundle.CARD).unlink(missing_ok=True)  # a finished run that goes on has no model yet
             pending.updates.append(update)
             step, stopping = update.step, signals.received
-            validating = due(recipe.evaluate.every, step, total) and len(self.ground.valid) > 0
+            validating, sampling = self._due(step, total)
             saving = due(recipe.checkpoint.every, step, total)
-            sampling = due(recipe.sample.every, step, total) if recipe.sample.every else False
             self.score = None
             if step % recipe.log == 0 or validating or saving or sampling or stopping:
                 self.seconds = self.clock() - started
                 yield from self._record(job, pending, mark)
                 mark = (self.clock(), job.tokens)
+            working = self.clock()
             if validating and not stopping:
                 yield self._validate(job)
                 saving = saving or self.score == self.best
@@ -138,7 +145,25 @@ class Session:
                 raise Interrupted(
                     f"stopped at step {step} of {total}; go on with `trivium train {self.folder}`", 128 + stopping
                 )
+            mark = (mark[0] + self.clock() - working, mark[1])  # what is not training does not count as slow
         yield from self._finish(job)
+
+    def _due(self, step: int, total: int) -> tuple[bool, bool]:
+        """Whether validation and a sample follow this step."""
+        sampling = bool(self.recipe.sample.every) and due(self.recipe.sample.every, step, total)
+        return due(self.recipe.evaluate.every, step, total) and len(self.ground.valid) > 0, sampling
+
+    def _owed(self, job: Job) -> Iterator[Event]:
+        """What a run that was stopped at this very step left out, so that its end is that of one never stopped."""
+        if not job.step:
+            return
+        validating, sampling = self._due(job.step, job.total)
+        done = {row.get("step") for row in rows(self.metrics.path) if row.get("kind") == "valid"}
+        if validating and job.step not in done:
+            yield self._validate(job)
+            yield self._save(job)
+        if sampling and job.step not in {row.get("step") for row in rows(self.samples.path)}:
+            yield self._sample(job)
 
     def _record(self, job: Job, pending: Pending, mark: tuple[float, int]) -> Iterator[Event]:
         """Read the numbers of the last steps off the device and write them down; a bad one ends or skips."""
@@ -220,6 +245,9 @@ class Session:
         notes: list[str] = []
         found = self.store.newest(say=notes.append)
         yield from (Said(note) for note in notes)
+        if found is None and (self.folder / bundle.CARD).is_file():
+            raise CheckpointError(f"{self.folder} has a model but no checkpoint to go on from; start a new run")
+        write_atomic(self.folder / "config.toml", settings.write(self.recipe).encode())
         if found is None:
             self.metrics.cut(0)
             self.samples.cut(0)
@@ -239,7 +267,6 @@ class Session:
         self.best = math.inf if state["best"] is None else float(state["best"])
         self.metrics.cut(job.step)
         self.samples.cut(job.step)
-        write_atomic(self.folder / "config.toml", settings.write(self.recipe).encode())
         yield Said(f"went on from {found.path}" if job.step < job.total else f"all {job.total} steps are done")
 
     def _finish(self, job: Job) -> Iterator[Event]:
@@ -258,14 +285,6 @@ class Session:
         origin = {"run": self.recipe.name, "step": step, "valid": scores[-1] if scores else None}
         bundle.save(self.folder, self.recipe.model, tensors, self.ground.tokenizer, origin)
         write_atomic(self.folder / "report.html", report.page(self.folder).encode())
-
-    def _memory_sentence(self) -> str:
-        micro = self.recipe.micro
-        advice = f"set batch.micro={max(1, micro // 2)}" if micro > 1 else "lower model.context or model.width"
-        return (
-            f"out of memory on {self.recipe.device} with {micro} rows of {self.recipe.model.context} tokens at a time; "
-            f"{advice} and go on with `trivium train {self.folder}`"
-        )
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
