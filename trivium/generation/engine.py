@@ -180,6 +180,7 @@ class _Batch:
         self.seen_BV: Tensor | None = None
         self.groups: list[tuple[Sampling, list[int], Tensor | None]] = []
         self.asked = 0  # the most logprobs that a row wants
+        self.plain = False  # every row takes the likeliest token as it is
 
     def settle(self) -> bool:
         """Before a step: let finished rows go if at least half are; False if no row is left."""
@@ -197,11 +198,12 @@ class _Batch:
         else:
             hidden_BD = self._advance(self.cache)
         logits_BV = self.model.head.logits(hidden_BD).float()
-        if not all(map(math.isfinite, logits_BV.amax(-1).tolist())):  # amax keeps a nan
+        best = logits_BV[:, : self.vocab].max(-1)  # the highest score, which keeps a nan, and its id
+        if not all(map(math.isfinite, best.values.tolist())):
             raise CheckpointError(
                 "the model's scores are not finite; its weights are damaged, load an older checkpoint"
             )
-        last_B = self._choose(logits_BV[:, : self.vocab])
+        last_B = best.indices if self.plain else self._choose(logits_BV[:, : self.vocab])
         self.last_B = last_B
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, last_B[:, None], True)
@@ -264,6 +266,7 @@ class _Batch:
     def _group(self) -> None:
         """Rows by how they sample, so that each way runs once; the usual single group needs no index."""
         self.asked = max(row.request.logprobs for row in self.rows)
+        self.plain = all(row.request.sampling.greedy and not row.request.sampling.penalises for row in self.rows)
         groups: dict[Sampling, list[int]] = {}
         for index, row in enumerate(self.rows):
             groups.setdefault(row.request.sampling, []).append(index)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.cache import LayerCache, Shape
-from trivium.parts.linear import Linear, columns
+from trivium.parts.linear import Linear, columns, product
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import RMSNormed
 from trivium.parts.positions import Positions
@@ -86,7 +86,7 @@ class Packed(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    sizes: list[int]
+    heads: list[int]
     places: list[int]
 
 
@@ -118,7 +118,7 @@ class MultiHeadAttention(nn.Module):
         source_BSD: Tensor | None = None,
     ) -> Tensor:
         """Attend from `x` to itself (and the cache up to `start`), or to `source` if one is given."""
-        query_BHTE, key_BGSE, value_BGSE = map(self._split, self._project(x_BTD, source_BSD))
+        query_BHTE, key_BGSE, value_BGSE = self._project(x_BTD, source_BSD)
         dtype = query_BHTE.dtype
         plain = dtype == torch.bfloat16 and query_BHTE.device.type == "cpu" and torch.is_grad_enabled()
         if plain:  # on the CPU the backward pass of attention takes twice as long in bfloat16
@@ -145,12 +145,12 @@ class MultiHeadAttention(nn.Module):
         return result
 
     def _project(self, x_BTD: Tensor, source_BSD: Tensor | None) -> Sequence[Tensor]:
-        """Queries, keys and values, in one product where the weights lie packed and no gradient is wanted."""
+        """Queries, keys and values by heads, in one product where the weights lie packed and no gradient is wanted."""
         one = self.packed if source_BSD is None and not torch.is_grad_enabled() else None
         if one is not None and one.places == self._places():  # else somebody has put other weights in their place
-            return torch.split(F.linear(x_BTD, one.weight, one.bias), one.sizes, dim=-1)
+            return torch.split(self._split(product(x_BTD, one.weight, one.bias)), one.heads, dim=1)
         memory = x_BTD if source_BSD is None else source_BSD
-        return self.query(x_BTD), self.key(memory), self.value(memory)
+        return self._split(self.query(x_BTD)), self._split(self.key(memory)), self._split(self.value(memory))
 
     def pack(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""
@@ -166,7 +166,7 @@ class MultiHeadAttention(nn.Module):
             bias = torch.cat([layer.bias.detach() for layer in layers])
             for layer, part in zip(layers, torch.split(bias, sizes), strict=True):
                 layer.bias.data = part
-        self.packed = Packed(weight, bias, sizes, self._places())
+        self.packed = Packed(weight, bias, [size // self.size for size in sizes], self._places())
 
     def _places(self) -> list[int]:
         """Where the weights lie: the same storage sees every change in place, another one is not packed."""

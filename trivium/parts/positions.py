@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError, RequestError
@@ -93,7 +94,7 @@ class LearnedPositions(Positions):
     def embed(self, x_BTD: Tensor, at: Tensor) -> Tensor:
         if x_BTD.shape[1] > self.table.shape[0]:
             raise RequestError(f"{x_BTD.shape[1]} tokens are more than the {self.table.shape[0]} learned positions")
-        return x_BTD + self.table[at]
+        return x_BTD + F.embedding(at, self.table)
 
 
 class RotaryPositions(Positions):
