@@ -34,10 +34,10 @@ def test_a_shared_product_is_the_product(shape: tuple[int, int], bias: bool) -> 
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_single_row_has_a_gradient_all_the_same() -> None:
-    layer = Linear(320, 640, bias=True, role="up")
+    layer = Linear(320, 640, bias=True, role="up").double()
     torch.nn.init.normal_(layer.weight)
     torch.nn.init.zeros_(layer.bias)
-    x = torch.randn(1, 320, requires_grad=True)
+    x = torch.randn(1, 320, dtype=torch.float64, requires_grad=True)
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.detach().sum(0, keepdim=True))
 
