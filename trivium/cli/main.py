@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from trivium.errors import ConfigError, Interrupted, RequestError, TriviumError, UserError
+from trivium.cli.printing import Json, bits, cell, print_json, print_table, standard_input
+from trivium.cli.text import data_app, tokenizer_app
+from trivium.errors import ConfigError, Interrupted, TriviumError, UserError
 
 app = typer.Typer(
     name="trivium",
@@ -21,12 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-data_app = typer.Typer(help="Turn text into shards, and see exactly what a model will see.", no_args_is_help=True)
-tokenizer_app = typer.Typer(help="Train tokenizers and look at them.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the file.")]
 Runs = Annotated[Path, typer.Option("--runs", help="The folder of runs.")]
 RUNS = Path("runs")
@@ -87,7 +84,7 @@ def generate(
     """Continue a prompt; the text appears as it is written."""
     from trivium import api
 
-    text = _standard_input() if prompt == "-" else prompt
+    text = standard_input() if prompt == "-" else prompt
     m = api.load(model, device=device)
     options: dict[str, Any] = {
         "tokens": tokens,
@@ -117,18 +114,11 @@ def generate(
     found = m.generate([text], n=n, logprobs=logprobs, **options)[0]
     samples = found if isinstance(found, list) else [found]
     if as_json:
-        _print_json({"prompt": text, "samples": [_sample(sample) for sample in samples]})
+        print_json({"prompt": text, "samples": [_sample(sample) for sample in samples]})
         return
     for index, sample in enumerate(samples):
         typer.echo(f"--- {index + 1}" if n > 1 else "", nl=n > 1)
         typer.echo(text + sample)
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise RequestError(f"standard input is not UTF-8 text (byte {error.start})") from None
 
 
 def _sample(sample: Any) -> dict[str, Any]:
@@ -155,10 +145,10 @@ def presets(as_json: Json = False) -> None:
              "context": config.context, "vocab": config.vocab, "parameters": config.parameters(), "parts": parts}
         )  # fmt: skip
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     columns = ["name", "family", "layers", "width", "context", "vocab", "parameters"]
-    _print_table(columns, [[_cell(row[key]) for key in columns] for row in rows])
+    print_table(columns, [[cell(row[key]) for key in columns] for row in rows])
     typer.echo("A vocabulary of 0 is filled in from the tokenizer; its embedding is not counted yet.")
 
 
@@ -172,7 +162,7 @@ def config(
 
     recipe = read_recipe(source, loader.assignments(settings or []))
     if as_json:
-        _print_json(loader.dump(recipe))
+        print_json(loader.dump(recipe))
     else:
         typer.echo(loader.write(recipe), nl=False)
 
@@ -191,7 +181,7 @@ def runs(folder: Annotated[Path, typer.Argument(help="The folder of runs.")] = R
         except TriviumError as error:
             rows.append({"path": str(path), "state": f"damaged: {error}"})
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     if not rows:
         typer.echo(f"No runs in {folder}; start one with `trivium train RECIPE` or `trivium demo`.")
@@ -200,13 +190,13 @@ def runs(folder: Annotated[Path, typer.Argument(help="The folder of runs.")] = R
         [
             Path(r["path"]).name,
             r["state"],
-            _cell(r.get("parameters", "")),
-            _cell(r.get("step", "")),
-            _bits(r.get("best")),
+            cell(r.get("parameters", "")),
+            cell(r.get("step", "")),
+            bits(r.get("best")),
         ]
         for r in rows
     ]
-    _print_table(["run", "state", "parameters", "step", "bits/byte"], cells)
+    print_table(["run", "state", "parameters", "step", "bits/byte"], cells)
 
 
 @app.command()
@@ -216,16 +206,16 @@ def show(run: Annotated[Path, typer.Argument(help="A run's folder or a saved mod
 
     facts = api.show(run)
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return
     lines = {
         "run": facts["path"],
         "state": facts["state"],
         "family": facts["family"],
-        "parameters": _cell(facts["parameters"]),
-        "steps": _cell(facts["step"]),
-        "best validation": _bits(facts["best"]),
-        "test": _bits(facts["test"]),
+        "parameters": cell(facts["parameters"]),
+        "steps": cell(facts["step"]),
+        "best validation": bits(facts["best"]),
+        "test": bits(facts["test"]),
         "report": str(Path(facts["path"]) / "report.html"),
     }
     for name, value in lines.items():
@@ -240,157 +230,10 @@ def doctor(runs: Runs = RUNS, as_json: Json = False) -> None:
 
     found = facts(runs)
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     for name, value in found.items():
         typer.echo(f"{name:<16} {value}")
-
-
-@data_app.command("build")
-def data_build(
-    out: Annotated[Path, typer.Argument(help="The folder of shards to make.")],
-    paths: Annotated[list[str], typer.Argument(help="Text, .gz, .xz or JSON-lines files, or folders of them.")],
-    tokenizer: Annotated[str, typer.Option(help="chars, bytes, bpe, or a tokenizer.json.")] = "bpe",
-    size: Annotated[int, typer.Option(help="Vocabulary size of a new bpe.")] = 4096,
-    valid: Annotated[str, typer.Option(help="The share kept for validation, or a path.")] = "0.01",
-    separator: Annotated[str, typer.Option(help="Split documents inside a file here.")] = "",
-    field: Annotated[str, typer.Option(help="The key of a JSON line that holds the text.")] = "text",
-) -> None:
-    """Encode text into memory-mapped shards with a manifest of sizes and hashes."""
-    from trivium.cli.render import watcher
-    from trivium.cli.shards import build
-
-    with watcher() as watch:
-        facts = build(out, paths, tokenizer, size, valid, separator, field, watch.say, watch.tick)
-    typer.echo(f"{out}: {facts}", err=True)
-
-
-@data_app.command("stats")
-def data_stats(
-    shards: Annotated[Path, typer.Argument(help="A folder of shards, or a run.")], as_json: Json = False
-) -> None:
-    """Documents, tokens, bytes and lengths of both splits."""
-    from trivium.cli.shards import opened
-    from trivium.data.show import describe
-
-    facts = describe(*opened(shards))
-    if as_json:
-        _print_json(facts)
-        return
-    for name, value in _flat(facts):
-        typer.echo(f"{name:<28} {_cell(value)}")
-
-
-@data_app.command("show")
-def data_show(
-    shards: Annotated[Path, typer.Argument(help="A folder of shards, or a run.")],
-    row: Annotated[int, typer.Option(help="Which row.")] = 0,
-    split: Annotated[str, typer.Option(help="train or valid.")] = "train",
-    context: Annotated[int, typer.Option(help="Tokens of a row.", min=1)] = 64,
-    as_json: Json = False,
-) -> None:
-    """One row exactly as the model sees it: position, id, piece, label and document."""
-    from trivium.cli.shards import opened
-    from trivium.data.show import preview
-
-    if split not in ("train", "valid"):
-        raise RequestError(f"--split: {split!r} is neither train nor valid")
-    found, tokenizer = opened(shards)
-    cells = preview(found, tokenizer, context, row, "train" if split == "train" else "valid")
-    if as_json:
-        _print_json([cell._asdict() for cell in cells])
-        return
-    _print_table(list(cells[0]._fields), [[_cell(value) for value in cell] for cell in cells])
-
-
-@tokenizer_app.command("train")
-def tokenizer_train(
-    out: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
-    paths: Annotated[list[str], typer.Argument(help="Text files or folders.")],
-    kind: Annotated[str, typer.Option(help="chars, bytes or bpe.")] = "bpe",
-    size: Annotated[int, typer.Option(help="Vocabulary size of bpe, everything counted.")] = 4096,
-) -> None:
-    """Train a tokenizer on text."""
-    from trivium.cli.render import watcher
-    from trivium.cli.shards import train_tokenizer
-
-    if out.exists():
-        raise UserError(f"{out} exists already; remove it or name another file")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"{out.parent} is not a folder; make it first")
-    with watcher() as watch:
-        made = train_tokenizer(paths, kind, size, watch.tick)
-    made.save(out)
-    typer.echo(f"{out}: {made.kind}, {made.size:,} ids", err=True)
-
-
-@tokenizer_app.command("encode")
-def tokenizer_encode(
-    tokenizer: Annotated[Path, typer.Argument(help="A tokenizer.json, a run or a folder of shards.")],
-    text: Annotated[str, typer.Argument(help="The text; - reads standard input.")],
-    as_json: Json = False,
-) -> None:
-    """The ids and pieces of a text."""
-    from trivium.text.tokenizer import open_tokenizer
-
-    opened = open_tokenizer(tokenizer)
-    ids = opened.encode(_standard_input() if text == "-" else text)
-    if as_json:
-        _print_json({"ids": ids, "pieces": [opened.piece(id) for id in ids]})
-    else:
-        typer.echo(" ".join(map(str, ids)))
-        typer.echo("|".join(opened.piece(id) for id in ids))
-
-
-@tokenizer_app.command("show")
-def tokenizer_show(
-    tokenizer: Annotated[Path, typer.Argument(help="A tokenizer.json, a run or a folder of shards.")],
-    as_json: Json = False,
-) -> None:
-    """Kind, size, specials and digest of a tokenizer, and its last pieces."""
-    from trivium.text.tokenizer import open_tokenizer
-
-    opened = open_tokenizer(tokenizer)
-    last = [opened.piece(id) for id in range(max(0, opened.size - 20), opened.size)]
-    facts = {
-        "kind": opened.kind,
-        "size": opened.size,
-        "specials": dict(opened.specials),
-        "sha256": opened.digest,
-        "last": last,
-    }
-    if as_json:
-        _print_json(facts)
-        return
-    for name, value in facts.items():
-        typer.echo(f"{name:<10} {value if not isinstance(value, list) else ' '.join(map(repr, value))}")
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
-
-
-def _print_table(head: list[str], rows: Iterable[list[str]]) -> None:
-    table = [head, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    for row in table:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _cell(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if isinstance(value, float) else str(value)
-
-
-def _bits(row: Mapping[str, Any] | None) -> str:
-    return f"{row['bits_per_byte']:.4f} bits/byte" if row else ""
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def main() -> None:

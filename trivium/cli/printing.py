@@ -1,0 +1,54 @@
+"""How answers are printed, and how standard input is read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from trivium.errors import RequestError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+
+
+def standard_input() -> str:
+    """Everything that was piped in, as text."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 text (byte {error.start})") from None
+
+
+def print_json(value: Any) -> None:
+    """One document on standard output."""
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def print_table(head: list[str], rows: Iterable[list[str]]) -> None:
+    """Columns as wide as their widest cell."""
+    table = [head, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    for row in table:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def cell(value: Any) -> str:
+    """A value as people read it."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if isinstance(value, float) else str(value)
+
+
+def bits(row: Mapping[str, Any] | None) -> str:
+    """The score in a row of metrics, if there is one."""
+    return f"{row['bits_per_byte']:.4f} bits/byte" if row else ""
+
+
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Every leaf of nested tables under its dotted name."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
