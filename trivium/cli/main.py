@@ -253,8 +253,8 @@ def main() -> None:
     except TriviumError as error:
         if debug:
             raise
-        word = "stopped" if isinstance(error, Interrupted) else "error"
+        word = "" if isinstance(error, Interrupted) else "error: "
         lines = error.problems if isinstance(error, ConfigError) else (str(error),)
         for line in lines:
-            print(f"{word}: {line}", file=sys.stderr)
+            print(f"{word}{line}", file=sys.stderr)
         sys.exit(error.exit_code)
