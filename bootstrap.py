@@ -6,7 +6,8 @@
     python bootstrap.py test-full   check, then every test with its full count
     python bootstrap.py install     only install
 
-Your pip settings are honoured. If the Python that runs this has torch 2.11 or later, that one is used.
+Your pip settings are honoured. If the Python that runs this has torch 2.11 or later (outside a virtual
+environment), that one is used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ STAMP = HOME / "trivium-stamp"
 
 
 def own_torch() -> str:
-    """The version of torch that the calling Python already has, if it is recent enough."""
+    """The version of torch that the calling Python already has, if it is recent enough and `.venv` can see it."""
+    if sys.prefix != sys.base_prefix:  # called from a virtual environment: a new one sees nothing of it
+        return ""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
