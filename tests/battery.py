@@ -12,24 +12,38 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from trivium.checkpoints.bundle import open_bundle, save
-from trivium.models.config import AnyStack, Block, ModelConfig, NoPart, NoStack, Stack
+from trivium.config import digest
+from trivium.models.block import AnyBlock, Block, Parallel
+from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, arrange, build, load_weights, weights
 from trivium.objectives.causal import restarting
-from trivium.parts.attention import MultiHead
+from trivium.parts.attention import Attention, MultiHead, MultiHeadAttention
 from trivium.parts.embeddings import Tokens
 from trivium.parts.feedforward import Activation, Glu, Mlp
-from trivium.parts.init import FanIn, Gpt, Gpt2
+from trivium.parts.init import T5, FanIn, Gpt, Gpt2, Xavier
 from trivium.parts.norms import LayerNorm, RMSNorm
-from trivium.parts.output import Softmax
-from trivium.parts.positions import Learned, NoPositions, Rotary
-from trivium.parts.residual import Post
+from trivium.parts.output import MaskedHead, Softmax
+from trivium.parts.positions import (
+    Alibi,
+    Buckets,
+    Learned,
+    NoPositions,
+    Position,
+    Rotary,
+    Shaw,
+    Sinusoidal,
+)
+from trivium.parts.positions.scaling import LinearScaling, Llama3, Ntk, Scaling, Yarn
+from trivium.parts.residual import Post, Sandwich
+from trivium.parts.sentence import Pooler
+from trivium.parts.site import NoPart
 from trivium.text.kinds import Bytes
 
 WIDTH, CONTEXT, VOCAB, LAYERS = 32, 16, 50, 2
@@ -50,7 +64,7 @@ class Case:
     def crossed(self) -> bool:
         return self.config.family == "encoder-decoder"
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[AnyBlock]:
         sides = (self.config.encoder, self.config.decoder)
         return [block for side in sides if isinstance(side, Stack) for block in side.blocks()]
 
@@ -60,7 +74,7 @@ class Exemption:
     """A parameter whose gradient is zero by nature, where it is so, and why."""
 
     parameter: str  # the end of its name
-    when: Callable[[Block], bool]
+    when: Callable[[AnyBlock], bool]
     reason: str
 
 
@@ -83,80 +97,164 @@ EXEMPT = (
 )
 
 
-def _decoder(**places: Any) -> ModelConfig:
-    """A small decoder with these places of its block or of the model changed."""
-    top = {name: places.pop(name) for name in ("embedding", "output", "init") if name in places}
-    stack = Stack(layers=LAYERS, block=Block(**places))
-    return ModelConfig(width=WIDTH, context=CONTEXT, vocab=VOCAB, decoder=stack, **top)
+Family = Literal["decoder", "encoder", "encoder-decoder"]
+FAMILIES: tuple[Family, ...] = ("decoder", "encoder", "encoder-decoder")
+
+# What a family has no use for, by the beginning of the case's name; the configuration refuses it in a sentence.
+OUT_OF_PLACE: dict[str, tuple[tuple[Family, ...], str]] = {
+    "parallel": (("encoder-decoder",), "nobody has published where a source would join a parallel block"),
+    "sentence": (("decoder", "encoder-decoder"), "only an encoder's first state has read the whole text"),
+    "tied": (("decoder", "encoder"), "a model with one side has no second input to tie"),
+}
 
 
-def _encoder(**places: Any) -> ModelConfig:
-    return replace(_decoder(), encoder=Stack(layers=LAYERS, block=Block(**places)), decoder=NoStack())
-
-
-def _both(attention: MultiHead, **places: Any) -> ModelConfig:
-    block = Block(attention=attention, **places)
-    encoder, decoder = (Stack(layers=LAYERS, block=each) for each in (block, replace(block, cross=attention)))
-    return ModelConfig(width=WIDTH, context=CONTEXT, vocab=VOCAB, encoder=encoder, decoder=decoder)
+def _model(family: Family, **places: Any) -> ModelConfig:
+    """A small model of a family with these places of its blocks or of the model changed."""
+    top = {name: places.pop(name) for name in ("embedding", "output", "sentence", "init") if name in places}
+    block: AnyBlock = places.pop("block") if "block" in places else Block(**places)
+    side = Stack(layers=LAYERS, block=block)
+    sides: dict[str, AnyStack] = {"encoder": NoStack(), "decoder": NoStack()}
+    if family != "decoder":
+        sides["encoder"] = side
+    if family == "decoder":
+        sides["decoder"] = side
+    if family == "encoder-decoder":
+        assert isinstance(block, Block)
+        assert isinstance(block.attention, MultiHead)
+        sides["decoder"] = replace(side, block=replace(block, cross=replace(block.attention, window=0)))
+    return ModelConfig(
+        width=WIDTH, context=CONTEXT, vocab=VOCAB, encoder=sides["encoder"], decoder=sides["decoder"], **top
+    )
 
 
 def _mixed() -> ModelConfig:
-    """Two kinds of block in turn, each with positions of its own."""
-    turned = Block(attention=MultiHead(heads=4, groups=2), position=Rotary(), feedforward=Glu(hidden=40))
-    stack = Stack(layers=3, block=Block(), pattern=("", "turned"), variants={"turned": turned})
+    """Kinds of block in turn, each with positions and a window of its own."""
+    turned = Block(attention=MultiHead(heads=4, groups=2, window=4), position=Rotary(), feedforward=Glu(hidden=40))
+    wide = replace(turned, attention=MultiHead(heads=2, head=10))  # the same positions in heads of another size
+    biased = Block(attention=MultiHead(heads=2), position=Buckets(buckets=8, distance=12))
+    parallel = Parallel(position=Shaw(distance=3))
+    named: dict[str, AnyBlock] = {"turned": turned, "wide": wide, "biased": biased, "parallel": parallel}
+    stack = Stack(layers=5, block=Block(), pattern=("", *named), variants=named)
     return ModelConfig(width=WIDTH, context=CONTEXT, vocab=VOCAB, decoder=stack)
 
 
 def shrunk(config: ModelConfig) -> ModelConfig:
     """A preset made tiny; what makes it itself stays, its ratio of heads to groups included."""
-    assert isinstance(config.decoder, Stack)  # no preset has an encoder yet
-    block = config.decoder.block
-    assert isinstance(block.attention, MultiHead)
-    groups = 2 if block.attention.groups else 0
-    heads = groups * block.attention.heads // block.attention.groups if groups else 4
-    attention = replace(block.attention, heads=heads, groups=groups, head=8)
+    encoder, decoder = _shrunk_side(config.encoder), _shrunk_side(config.decoder)
+    return replace(config, width=WIDTH, context=CONTEXT, vocab=VOCAB, encoder=encoder, decoder=decoder)
+
+
+def _shrunk_side(stack: AnyStack) -> AnyStack:
+    return replace(stack, layers=LAYERS, block=_shrunk_block(stack.block)) if isinstance(stack, Stack) else stack
+
+
+def _shrunk_block(block: AnyBlock) -> AnyBlock:
+    assert isinstance(block, Block | Parallel)
     feedforward = block.feedforward
     if isinstance(feedforward, Mlp | Glu) and feedforward.hidden:
         feedforward = replace(feedforward, hidden=40)
-    stack = replace(config.decoder, layers=LAYERS, block=replace(block, attention=attention, feedforward=feedforward))
-    return replace(config, width=WIDTH, context=CONTEXT, vocab=VOCAB, decoder=stack)
+    small = replace(block, attention=_shrunk_attention(block.attention), feedforward=feedforward)
+    if isinstance(small, Block) and not isinstance(small.cross, NoPart):
+        small = replace(small, cross=_shrunk_attention(small.cross))
+    return small
 
 
-def _parts() -> Iterator[tuple[str, ModelConfig]]:
-    yield "plain", _decoder()
-    yield "biases", _decoder(attention=MultiHead(bias="all"))
-    yield "biases turned", _decoder(attention=MultiHead(bias="all"), position=Rotary())
-    yield "grouped", _decoder(attention=MultiHead(heads=4, groups=2))
-    yield "multi-query", _decoder(attention=MultiHead(heads=4, groups=1))
-    yield "qk-norm", _decoder(attention=MultiHead(norm="rms", bias="all"), position=Rotary())
-    yield "free head size", _decoder(attention=MultiHead(heads=3, head=10))
-    yield "no positions", _decoder(position=NoPositions())
-    yield "rotary halves", _decoder(position=Rotary())
-    yield "rotary interleaved", _decoder(position=Rotary(layout="interleaved"))
-    yield "layer norm without bias", _decoder(norm=LayerNorm(bias=False))
-    yield "rms norm", _decoder(norm=RMSNorm())
-    yield "post-norm", _decoder(residual=Post())
-    yield "post-norm rms", _decoder(residual=Post(), norm=RMSNorm(), position=Learned())
-    activations: tuple[Activation, ...] = ("relu", "gelu", "silu", "relu2")
-    for activation in activations:
-        yield f"mlp {activation}", _decoder(feedforward=Mlp(activation=activation))
-    yield "mlp without bias", _decoder(feedforward=Mlp(hidden=40, bias=False))
-    yield "swiglu", _decoder(feedforward=Glu(hidden=40))
-    yield "geglu with bias", _decoder(feedforward=Glu(hidden=40, activation="gelu", bias=True))
-    yield "untied", _decoder(embedding=Tokens(tie="none"))
-    yield "soft cap", _decoder(output=Softmax(cap=5.0))
-    for init in (Gpt(), Gpt2(), FanIn()):
-        yield f"init {type(init).__name__}", _decoder(init=init)
-    yield "mixed", _mixed()
-    yield "encoder", _encoder(attention=MultiHead(bias="all"))
-    yield "encoder turned", _encoder(position=Rotary(), norm=RMSNorm(), feedforward=Glu(hidden=40))
-    yield "encoder-decoder", _both(MultiHead(bias="all"), residual=Post())
-    yield "encoder-decoder turned", _both(MultiHead(heads=4, groups=2), position=Rotary(), norm=RMSNorm())
+def _shrunk_attention(attention: Attention) -> Attention:
+    assert isinstance(attention, MultiHead)
+    groups = 2 if attention.groups else 0
+    heads = groups * attention.heads // attention.groups if groups else 4
+    return replace(attention, heads=heads, groups=groups, head=8, window=5 if attention.window else 0)
 
 
-PARTS = [Case(name=name, config=config) for name, config in _parts()]
+def _parts() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every kind and option of every place, by a name and the places that it changes."""
+    yield "plain", {}
+    yield "biases", {"attention": MultiHead(bias="all")}
+    yield "biases of inputs", {"attention": MultiHead(bias="inputs")}
+    yield "biases turned", {"attention": MultiHead(bias="all"), "position": Rotary()}
+    yield "grouped", {"attention": MultiHead(heads=4, groups=2)}
+    yield "multi-query", {"attention": MultiHead(heads=4, groups=1)}
+    yield "qk-norm", {"attention": MultiHead(norm="rms", bias="all"), "position": Rotary()}
+    yield "free head sizes", {"attention": MultiHead(heads=3, head=10, value=6)}
+    yield "free head sizes grouped", {"attention": MultiHead(heads=4, groups=2, head=6, value=10), "position": Rotary()}
+    yield "unscaled", {"attention": MultiHead(scale="none")}
+    yield "window", {"attention": MultiHead(window=3)}
+    yield "window turned", {"attention": MultiHead(window=4, groups=2), "position": Rotary()}
+    yield from ((f"positions {name}", {"position": position}) for name, position in _positions())
+    yield "shaw grouped", {"position": Shaw(distance=3), "attention": MultiHead(heads=4, groups=2, value=6, window=5)}
+    yield "t5 window", {"position": Buckets(), "attention": MultiHead(heads=4, groups=2, window=5)}
+    yield "layer norm without bias", {"norm": LayerNorm(bias=False)}
+    yield "rms norm", {"norm": RMSNorm()}
+    yield "post-norm", {"residual": Post()}
+    yield "post-norm rms", {"residual": Post(), "norm": RMSNorm()}
+    yield "sandwich", {"residual": Sandwich()}
+    yield "parallel", {"block": Parallel(attention=MultiHead(bias="all"))}
+    yield "parallel two norms", {"block": Parallel(norms="two", position=Rotary(share=0.5), norm=RMSNorm())}
+    activations = get_args(Activation)
+    yield from ((f"mlp {activation}", {"feedforward": Mlp(activation=activation)}) for activation in activations)
+    yield from (
+        (f"glu {activation}", {"feedforward": Glu(hidden=40, activation=activation)}) for activation in activations
+    )
+    yield "mlp without bias", {"feedforward": Mlp(hidden=40, bias=False)}
+    yield "glu with bias", {"feedforward": Glu(hidden=40, activation="gelu", bias=True)}
+    yield "untied", {"embedding": Tokens(tie="none")}
+    yield "tied inputs", {"embedding": Tokens(tie="inputs")}
+    yield "tied output", {"embedding": Tokens(tie="output")}
+    yield "scaled embedding", {"embedding": Tokens(scale="root"), "position": Sinusoidal()}
+    yield "normed embedding", {"embedding": Tokens(norm=LayerNorm())}
+    yield "segments", {"embedding": Tokens(segments=2, norm=RMSNorm())}
+    yield "soft cap", {"output": Softmax(cap=5.0)}
+    yield "scaled output", {"output": Softmax(scale="root", bias=True)}
+    yield "masked head", {"output": MaskedHead()}
+    yield "masked head untied", {"output": MaskedHead(norm=RMSNorm()), "embedding": Tokens(tie="none")}
+    yield "sentence head", {"sentence": Pooler()}
+    yield "sentence pooled only", {"sentence": Pooler(classes=0)}
+    yield from ((f"init {type(init).__name__}", {"init": init}) for init in (Gpt(), Gpt2(), FanIn(), Xavier(), T5()))
+
+
+def _positions() -> Iterator[tuple[str, Position]]:
+    yield "none", NoPositions()
+    yield "learned with offset", Learned(offset=2)
+    yield "sinusoidal", Sinusoidal()
+    yield "sinusoidal halves", Sinusoidal(layout="halves", spacing="tensor2tensor")
+    yield "shaw", Shaw(distance=4)
+    yield "shaw keys per head", Shaw(distance=4, values="none", tables="per-head")
+    yield "t5", Buckets()
+    yield "alibi", Alibi()
+    yield "rotary halves", Rotary()
+    yield "rotary interleaved", Rotary(layout="interleaved")
+    yield "rotary partial", Rotary(share=0.5)
+    scalings: dict[str, Scaling] = {
+        "linear": LinearScaling(factor=4.0),
+        "ntk": Ntk(factor=4.0),
+        "yarn": Yarn(),
+        "llama3": Llama3(),
+    }
+    yield from ((f"rotary {name}", Rotary(scaling=scaling)) for name, scaling in scalings.items())
+
+
+def _fits(name: str, family: Family) -> bool:
+    return not any(name.startswith(start) and family in families for start, (families, _) in OUT_OF_PLACE.items())
+
+
+PARTS = [
+    Case(name=f"{family}: {name}", config=_model(family, **dict(places)))
+    for name, places in _parts()
+    for family in FAMILIES
+    if _fits(name, family)
+] + [Case(name="decoder: mixed", config=_mixed())]
 SHRUNK = [Case(name=name, config=shrunk(maker())) for name, maker in PRESETS.items()]
-CASES = PARTS + SHRUNK
+
+
+def _distinct(cases: list[Case]) -> list[Case]:
+    """The sizes of a system shrink to one model; the first stands for all."""
+    first: dict[str, Case] = {}
+    for case in cases:
+        first.setdefault(digest(case.config), case)
+    return list(first.values())
+
+
+CASES = PARTS + _distinct(SHRUNK)
 
 
 def lively(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Transformer:
@@ -169,6 +267,9 @@ def lively(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.flo
             spread = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * spread
             parameter.copy_(noise + 1 if gain else noise)
+        for module in model.modules():
+            if isinstance(module, MultiHeadAttention) and module.scale == 1.0:
+                module.query.weight.mul_(module.size**-0.5)  # as T5 folds the missing scale into its queries
     return model
 
 
@@ -227,6 +328,8 @@ def check_gradients(case: Case) -> None:
     tokens_BT = some_ids(3, 10)
     hidden_BTD = model(tokens_BT[:, :-1], **read(case, 3)).hidden
     loss = model.head.nll(hidden_BTD.flatten(0, 1), tokens_BT[:, 1:].flatten()).sum()
+    if model.sentence is not None:
+        loss = loss + cast(Any, model.sentence).logits(hidden_BTD).square().sum()
     loss.backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
@@ -255,7 +358,16 @@ def check_no_leak_by_gradient(case: Case) -> None:
         (gradient_VD,) = torch.autograd.grad(out, table)
         reach_T = gradient_VD[tokens_1T[0]].abs().amax(-1)
         assert bool((reach_T[i + 1 :] == 0).all()), f"position {i} sees a later token"
-        assert bool((reach_T[: i + 1] > 0).all()), f"position {i} does not see all earlier tokens"
+        first = max(0, i - _reach(case))
+        assert bool((reach_T[first : i + 1] > 0).all()), f"position {i} does not see all tokens that it may"
+        assert bool((reach_T[:first] == 0).all()), f"position {i} sees beyond its windows"
+
+
+def _reach(case: Case) -> int:
+    """How far back a token can see through all layers of the decoder."""
+    assert isinstance(case.config.decoder, Stack)
+    windows = [block.attention.window or CONTEXT for block in case.config.decoder.blocks()]
+    return sum(window - 1 for window in windows)
 
 
 def check_no_leak_by_perturbation(case: Case) -> None:

@@ -191,7 +191,8 @@ class _Loader:
             given = [layer[name] for layer in layers if name in layer]
             current = getattr(base, name)
             if "base" in field.metadata and given:
-                current = (values[field.metadata["base"]], current)
+                sibling = field.metadata["base"]
+                current = (values[sibling], current, fields[sibling].metadata)
             values[name] = self.node(hints[name], field.metadata, current, given, f"{key}.{name}".lstrip("."))
         if any(value is _FAILED for value in values.values()):
             return _FAILED
@@ -202,7 +203,7 @@ class _Loader:
             return _FAILED
 
     def variants(self, base: Any, layers: list[Any], key: str) -> Any:
-        model, current = base
+        model, current, meta = base
         if model is _FAILED:
             return _FAILED
         wrong = [layer for layer in layers if not isinstance(layer, Mapping)]
@@ -211,7 +212,7 @@ class _Loader:
         result = dict(current)
         for name in dict.fromkeys(name for layer in layers for name in layer):
             given = [layer[name] for layer in layers if name in layer]
-            result[name] = self.node(type(model), {}, result.get(name, model), given, f"{key}.{name}")
+            result[name] = self.node(type(model), meta, result.get(name, model), given, f"{key}.{name}")
         return _FAILED if any(value is _FAILED for value in result.values()) else result
 
     def leaf(self, hint: Any, value: Any, key: str) -> Any:
@@ -307,17 +308,23 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 def dump(value: Any) -> dict[str, Any]:
     """Every setting of a configuration as nested plain values, kinds by their names."""
     table: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
+    fields = {field.name: field for field in dataclasses.fields(value)}
+    for field in fields.values():
         item = getattr(value, field.name)
         if "base" in field.metadata:
-            table[field.name] = {name: dump(variant) for name, variant in item.items()}
+            meta = fields[field.metadata["base"]].metadata
+            table[field.name] = {name: _dump_part(variant, meta) for name, variant in item.items()}
         elif "kinds" in field.metadata:
-            table[field.name] = {"kind": kind_of(item, field.metadata["kinds"]), **dump(item)}
+            table[field.name] = _dump_part(item, field.metadata)
         elif dataclasses.is_dataclass(item):
             table[field.name] = dump(item)
         else:
             table[field.name] = list(item) if isinstance(item, tuple) else item
     return table
+
+
+def _dump_part(part: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": kind_of(part, meta["kinds"]), **dump(part)} if "kinds" in meta else dump(part)
 
 
 def kind_of(part: Any, table: Mapping[str, type[Any]]) -> str:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from tests.battery import CASES, CONTEXT, VOCAB, Case, lively, logits, some_ids
 from trivium.errors import ConfigError, RequestError
-from trivium.models.config import Block, ModelConfig, NoStack, Stack
+from trivium.models.block import Block, Parallel
+from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.transformer import Transformer, build, load_weights, weights
 from trivium.parts.attention import MultiHead
 from trivium.parts.embeddings import Tokens
 from trivium.parts.feedforward import Mlp
-from trivium.parts.positions import Learned, NoPositions, Rotary
+from trivium.parts.masks import Mask
+from trivium.parts.positions import Learned, NoPositions, Positions, Rotary
 
 ORDER = torch.tensor([3, 0, 6, 1, 5, 2, 4])
 BAG = Stack(layers=2, block=Block(position=NoPositions()))
@@ -106,7 +109,7 @@ def test_an_encoder_has_no_cache() -> None:
 
 
 def test_rows_that_leave_a_cache_do_not_disturb_the_others() -> None:
-    decoder, tokens_BT = lively(named("grouped").config), some_ids(4, 9)
+    decoder, tokens_BT = lively(named("decoder: grouped").config), some_ids(4, 9)
     cache, rows = decoder.cache(4, 9), torch.tensor([3, 1])
     with torch.no_grad():
         logits(decoder, tokens_BT[:, :6], cache=cache)
@@ -163,7 +166,7 @@ def test_dropout_in_each_place_acts_in_training_only(place: str) -> None:
 
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 def test_weights_fill_another_model_bit_for_bit(family: str) -> None:
-    config = named("plain" if family == "decoder" else "encoder-decoder").config
+    config = named(f"{family}: plain").config
     source, target = build(config, seed=1), build(config, seed=2)
     load_weights(target, weights(source))
     assert all(torch.equal(target.state_dict()[name], tensor) for name, tensor in source.state_dict().items())
@@ -187,9 +190,108 @@ def wrong(tensors: dict[str, Tensor], what: str) -> dict[str, Tensor]:
     ],
 )
 def test_weights_that_do_not_fit_are_refused_before_any_is_copied(what: str, said: str) -> None:
-    config = named("plain").config
+    config = named("decoder: plain").config
     target = build(config, seed=2)
     before = {name: tensor.clone() for name, tensor in weights(target).items()}
     with pytest.raises(ConfigError, match=said):
         load_weights(target, wrong(weights(build(config, seed=1)), what))
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(target).items())
+
+
+def test_a_cache_remembers_the_source_and_reads_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively(named("encoder-decoder: biases").config)
+    tokens_BT, source_BS = some_ids(3, 6), some_ids(3, 7, seed=4)
+    padding_BS = torch.arange(7).expand(3, -1) < torch.tensor([[7], [4], [5]])
+    reads = []
+    honest = Transformer.encode
+
+    def counted(self: Transformer, source: Tensor, *rest: Tensor | None) -> Tensor:
+        reads.append(source)
+        return honest(self, source, *rest)
+
+    monkeypatch.setattr(Transformer, "encode", counted)
+    with torch.no_grad():
+        whole = model.head.logits(model(tokens_BT, source=source_BS, source_padding=padding_BS).hidden)
+        reads.clear()
+        cache = model.cache(3, 6)
+        first = model(tokens_BT[:, :2], source=source_BS, source_padding=padding_BS, cache=cache)
+        rest = [model(tokens_BT[:, at, None], cache=cache) for at in range(2, 6)]
+        hidden = torch.cat([first.hidden, *(states.hidden for states in rest)], 1)
+        torch.testing.assert_close(model.head.logits(hidden), whole)
+        assert len(reads) == 1
+
+
+def test_rows_that_leave_a_cache_take_their_source_along() -> None:
+    model = lively(named("encoder-decoder: positions t5").config)
+    tokens_BT, source_BS = some_ids(4, 6), some_ids(4, 7, seed=4)
+    padding_BS = torch.arange(7).expand(4, -1) < torch.tensor([[7], [4], [5], [6]])
+    cache, rows = model.cache(4, 6), torch.tensor([3, 1, 1])
+    with torch.no_grad():
+        whole = model(tokens_BT, source=source_BS, source_padding=padding_BS).hidden
+        model(tokens_BT[:, :3], source=source_BS, source_padding=padding_BS, cache=cache)
+        cache.keep(rows)
+        torch.testing.assert_close(model(tokens_BT[rows, 3:], cache=cache).hidden, whole[rows, 3:])
+
+
+def test_the_decoder_is_blind_to_the_order_of_a_source_without_positions() -> None:
+    """The encoder is then a bag, and cross-attention has no positions of its own."""
+    model, order = lively(named("encoder-decoder: positions none").config), torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    tokens_BT, source_BS = some_ids(2, 5), some_ids(2, 7, seed=4)
+    padding_BS = torch.arange(7).expand(2, -1) < torch.tensor([[7], [5]])
+    with torch.no_grad():
+        expected = model(tokens_BT, source=source_BS, source_padding=padding_BS).hidden
+        mixed = model(tokens_BT, source=source_BS[:, order], source_padding=padding_BS[:, order]).hidden
+        torch.testing.assert_close(mixed, expected)
+        turned = lively(named("encoder-decoder: positions rotary halves").config)
+        before = turned(tokens_BT, source=source_BS).hidden
+        assert (turned(tokens_BT, source=source_BS[:, order]).hidden - before).abs().max() > 1e-3
+
+
+def test_a_prefix_is_seen_by_all_and_only_the_prefix() -> None:
+    model, tokens_1T = lively(named("decoder: positions rotary halves").config), some_ids(1, 6)
+    changed_1T = tokens_1T.clone()
+    changed_1T[0, 2] = (changed_1T[0, 2] + 1) % VOCAB
+    with torch.no_grad():
+        before, after = (model(ids, prefix=torch.tensor([3])).hidden for ids in (tokens_1T, changed_1T))
+        assert bool(((before - after).abs().amax(-1) > 1e-6).all())  # token 2 is in the prefix of 3: all see it
+        before, after = (model(ids, prefix=torch.tensor([2])).hidden for ids in (tokens_1T, changed_1T))
+        assert torch.equal(before[:, :2], after[:, :2])
+        torch.testing.assert_close(model(tokens_1T, prefix=torch.tensor([0])).hidden, model(tokens_1T).hidden)
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])
+def test_computing_again_gives_the_same_gradients_bit_for_bit(family: str) -> None:
+    config = named(f"{family}: plain").config
+    results = []
+    for recompute in (False, True):
+        model = build(_with_dropout(config), seed=3).train()
+        model.recompute = recompute
+        assert model.recompute == recompute
+        torch.manual_seed(7)
+        source = {"source": some_ids(2, 7, seed=4)} if family == "encoder-decoder" else {}
+        hidden = model(some_ids(2, 6), **source).hidden
+        hidden.square().sum().backward()
+        results.append([hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) > 10
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def _with_dropout(config: ModelConfig) -> ModelConfig:
+    def dropping(stack: AnyStack) -> AnyStack:
+        if not isinstance(stack, Stack):
+            return stack
+        return replace(stack, block=replace(cast(Block, stack.block), dropout=0.3))
+
+    return replace(config, encoder=dropping(config.encoder), decoder=dropping(config.decoder))
+
+
+def test_a_parallel_block_adds_what_both_halves_read_from_one_norm() -> None:
+    config = replace(named("decoder: parallel").config, decoder=Stack(layers=1, block=Parallel(position=NoPositions())))
+    model = lively(config)
+    assert model.decoder is not None
+    x, block = model.embedding.enter(some_ids(1, 4)), cast(Any, model.decoder.blocks[0])
+    mask = Mask(causal=True).resolve(4, 4, x.device)
+    with torch.no_grad():
+        normed = block.norm(x)
+        expected = x + block.attention(normed, mask, Positions(), None) + block.feedforward(normed)
+        torch.testing.assert_close(model(some_ids(1, 4)).hidden, model.decoder.final(expected))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from trivium.errors import ConfigError
 from trivium.parts.attention import MultiHead, MultiHeadAttention
 from trivium.parts.masks import Mask, Resolved
-from trivium.parts.positions import Positions, Rotary
+from trivium.parts.positions import Buckets, Positions, Rotary, Shaw
 from trivium.parts.site import Site
 
 SITE = Site(width=24, context=16)
@@ -41,18 +42,28 @@ def attend(part: nn.Module, x_BTD: Tensor, mask: Resolved = NOTHING, source_BSD:
     return result
 
 
-def naive(part: MultiHeadAttention, x_BTD: Tensor, allowed: Tensor, source_BSD: Tensor | None = None) -> Tensor:
+def root(size: int) -> float:
+    return 1 / math.sqrt(size)
+
+
+def naive(
+    part: MultiHeadAttention,
+    x_BTD: Tensor,
+    allowed: Tensor,
+    source_BSD: Tensor | None = None,
+    scale: Callable[[int], float] = root,
+) -> Tensor:
     """softmax(Q K^T / sqrt(E)) V, one head after another, in plain matrix products."""
     memory_BSD = x_BTD if source_BSD is None else source_BSD
     query, key, value = part.query(x_BTD), part.key(memory_BSD), part.value(memory_BSD)
     size, heads, mixed = part.size, query.shape[-1] // part.size, []
-    share = heads // (key.shape[-1] // size)
+    groups = key.shape[-1] // size
     for head in range(heads):
-        mine = slice(head * size, (head + 1) * size)
-        group = slice(head // share * size, (head // share + 1) * size)
-        scores_BTS = query[..., mine] @ key[..., group].transpose(1, 2) / math.sqrt(size)
+        mine, group = slice(head * size, (head + 1) * size), head // (heads // groups)
+        scores_BTS = query[..., mine] @ key[..., group * size : (group + 1) * size].transpose(1, 2) * scale(size)
         scores_BTS = scores_BTS.masked_fill(~allowed, -math.inf)
-        mixed.append(scores_BTS.exp() / scores_BTS.exp().sum(-1, keepdim=True) @ value[..., group])
+        mixture_BTS = scores_BTS.exp() / scores_BTS.exp().sum(-1, keepdim=True)
+        mixed.append(mixture_BTS @ value.unflatten(-1, (groups, -1))[..., group, :])
     result: Tensor = part.out(torch.cat(mixed, -1))
     return result
 
@@ -162,7 +173,7 @@ def test_queries_are_normed_before_they_are_turned() -> None:
     part = made(MultiHead(heads=1, head=4, norm="rms"), Site(width=4, context=8))
     rotary = Rotary().build(Site(width=4, context=8, head=4))
     x_BTD, at = random(1, 3, 4), torch.arange(3)[None]
-    prepared = rotary.prepare(at)
+    prepared = rotary.prepare(at, at)
     assert part.query_norm is not None
     assert part.key_norm is not None
     with torch.no_grad():
@@ -214,3 +225,73 @@ def test_impossible_heads_are_refused(options: dict[str, float], said: str) -> N
 def test_a_width_that_heads_do_not_divide_is_refused_with_a_number_that_works() -> None:
     with pytest.raises(ConfigError, match="width 24 is not divisible by 5; try 4"):
         MultiHead(heads=5).cost(SITE)
+
+
+@pytest.mark.parametrize("groups", [0, 1, 2])
+@pytest.mark.parametrize("value", [3, 10])
+def test_values_may_have_a_size_of_their_own(groups: int, value: int) -> None:
+    part = made(MultiHead(heads=4, groups=groups, head=6, value=value, bias="all"))
+    assert part.value.out_features == (groups or 4) * value
+    assert part.out.in_features == 4 * value
+    x_BTD, causal = random(2, 7, 24), torch.ones(7, 7, dtype=torch.bool).tril()
+    with torch.no_grad():
+        torch.testing.assert_close(attend(part, x_BTD, CAUSAL), naive(part, x_BTD, causal))
+
+
+def test_without_a_scale_the_scores_are_the_bare_products() -> None:
+    part = made(MultiHead(heads=4, scale="none"))
+    x_BTD = random(2, 5, 24) * 0.3
+    everything = torch.ones(5, 5, dtype=torch.bool)
+    with torch.no_grad():
+        expected = naive(part, x_BTD, everything, scale=lambda size: 1.0)
+        torch.testing.assert_close(attend(part, x_BTD), expected)
+        assert (naive(part, x_BTD, everything) - expected).abs().max() > 1e-2
+
+
+def test_biases_of_the_inputs_leave_the_output_without_one() -> None:
+    part = MultiHead(heads=4, bias="inputs").build(SITE)
+    assert isinstance(part, MultiHeadAttention)
+    assert [layer.bias is not None for layer in (part.query, part.key, part.value, part.out)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_attention_with_its_weights_written_out_is_the_fast_one() -> None:
+    """Shaw's values need the weights; with tables of zero both ways must agree, masks and empty rows included."""
+    options = MultiHead(heads=4, groups=2, head=6, value=8)
+    part, x_BTD = made(options), random(2, 6, 24)
+    shaw = Shaw(distance=2).build(Site(width=24, context=16, heads=4, head=6, value=8)).double()
+    with torch.no_grad():
+        for parameter in shaw.parameters():
+            parameter.zero_()
+        at = torch.arange(6)[None]
+        padding = torch.tensor([[True] * 6, [False, False, True, True, True, True]])
+        for mask in (Mask(), Mask(causal=True), Mask(causal=True, padding=padding), Mask(causal=True, window=2)):
+            resolved = mask.resolve(6, 6, torch.device("cpu"))
+            expected = part(x_BTD, resolved, Positions(), None)
+            torch.testing.assert_close(part(x_BTD, resolved, shaw, shaw.prepare(at, at)), expected)
+
+
+def test_a_gradient_through_an_empty_row_is_finite() -> None:
+    part = made(MultiHead(heads=4))
+    at, padding = torch.arange(3)[None], torch.tensor([[False, True, True]])
+    mask = Mask(causal=True, padding=padding).resolve(3, 3, torch.device("cpu"))
+    for position in (Shaw(distance=2), Buckets()):
+        module = position.build(Site(width=24, context=16, heads=4, head=6, value=6)).double()
+        for parameter in module.parameters():
+            nn.init.ones_(parameter)
+        x_BTD = random(1, 3, 24).requires_grad_()
+        prepared = module.prepare(at, at)
+        bias = module.bias(prepared)
+        resolved = mask if bias is None else Mask(causal=True, padding=padding).resolve(3, 3, x_BTD.device, bias)
+        part(x_BTD, resolved, module, prepared).square().sum().backward()
+        assert x_BTD.grad is not None
+        assert bool(x_BTD.grad.isfinite().all())
+
+
+def test_a_window_across_two_texts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="window: 4 has no meaning across two texts"):
+        MultiHead(window=4).cost(Site(width=24, context=16, source=24))

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
+from torch import nn
 
-from trivium.errors import ConfigError
-from trivium.parts.embeddings import Tokens
+from trivium.errors import ConfigError, RequestError
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.transformer import build, weights
+from trivium.parts.attention import MultiHead
+from trivium.parts.embeddings import Tie, Tokens
+from trivium.parts.norms import LayerNorm
+from trivium.parts.output import SoftmaxOutput
 from trivium.parts.site import Site
 
 SITE = Site(width=4, context=8, vocab=9)
@@ -36,10 +45,60 @@ def test_dropout_falls_on_the_sum_with_the_positions_in_training_only() -> None:
 
 
 def test_cost_counts_the_table_and_no_arithmetic() -> None:
-    assert tuple(Tokens().cost(SITE)) == (36, 0)
+    assert tuple(Tokens().cost(SITE, tied=False)) == (36, 0)
     assert Tokens().build(SITE).weight.numel() == 36
 
 
 def test_a_dropout_of_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="dropout"):
         Tokens(dropout=1.0)
+
+
+def test_the_scale_multiplies_before_positions_are_added() -> None:
+    part = Tokens(scale="root").build(SITE)
+    nn.init.ones_(part.weight)
+    assert torch.equal(part.enter(torch.tensor([[1]])), torch.full((1, 1, 4), 2.0))  # the root of the width
+
+
+def test_a_segment_adds_its_vector_and_all_are_of_the_first_unless_said() -> None:
+    part = Tokens(segments=2).build(SITE)
+    assert part.segments is not None
+    with torch.no_grad():
+        part.weight.zero_()
+        part.segments.copy_(torch.tensor([[1.0], [2.0]]).expand(2, 4))
+        assert part.enter(torch.tensor([[5, 6]]), torch.tensor([[0, 1]]))[0, :, 0].tolist() == [1.0, 2.0]
+        assert part.enter(torch.tensor([[5, 6]]))[0, :, 0].tolist() == [1.0, 1.0]
+    with pytest.raises(RequestError, match="this model has no segments"):
+        Tokens().build(SITE).enter(torch.tensor([[5]]), torch.tensor([[0]]))
+
+
+def test_the_norm_acts_on_the_sum_and_before_dropout() -> None:
+    part = Tokens(norm=LayerNorm(), dropout=0.5).build(SITE)
+    x = torch.randn(64, 3, 4, generator=torch.Generator().manual_seed(0))
+    expected = nn.functional.layer_norm(x, (4,))
+    torch.testing.assert_close(part.eval().leave(x), expected)
+    dropped = part.train().leave(x)
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], 2 * expected[kept])
+
+
+def test_cost_counts_segments_and_norm_and_a_tied_table_not_again() -> None:
+    options = Tokens(segments=2, norm=LayerNorm())
+    assert options.cost(SITE, tied=False).parameters == 36 + 8 + 8
+    assert options.cost(SITE, tied=True).parameters == 8 + 8
+
+
+@pytest.mark.parametrize(("tie", "matrices"), [("all", 1), ("inputs", 2), ("output", 2), ("none", 3)])
+def test_an_encoder_decoder_ties_its_three_matrices_as_it_says(tie: Tie, matrices: int) -> None:
+    decoder = Stack(layers=1, block=Block(cross=MultiHead()))
+    config = ModelConfig(
+        width=16, context=8, vocab=9, embedding=Tokens(tie=tie), encoder=Stack(layers=1), decoder=decoder
+    )
+    model = build(config)
+    assert model.source_embedding is not None
+    source, target = model.source_embedding.weight, model.embedding.weight
+    output = cast(SoftmaxOutput, model.output).project.weight
+    assert len({id(source), id(target), id(output)}) == matrices
+    assert (source is target) == (tie in ("all", "inputs"))
+    assert (output is target) == (tie in ("all", "output"))
+    assert sum(tensor.numel() for tensor in weights(model).values()) == config.parameters()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError
@@ -34,6 +35,12 @@ def drawn(part: nn.Module) -> nn.Module:
         ("gelu-tanh", -0.158808, 0.841192),
         ("silu", -0.268941, 0.731059),
         ("relu2", 0, 1),
+        ("elu", -0.632121, 1),
+        ("selu", -1.111331, 1.050701),
+        ("sigmoid", 0.268941, 0.731059),
+        ("tanh", -0.761594, 0.761594),
+        ("softplus", 0.313262, 1.313262),
+        ("identity", -1, 1),
     ],
 )
 def test_activations_give_the_worked_numbers(name: str, at_minus_one: float, at_one: float) -> None:
@@ -121,3 +128,20 @@ def test_impossible_sizes_are_refused() -> None:
         Glu(multiple=0)
     with pytest.raises(ConfigError, match="dropout"):
         Glu(dropout=1.5)
+
+
+def test_a_gate_without_activation_is_bilinear() -> None:
+    part = drawn(Glu(hidden=5, activation="identity").build(SITE))
+    x = random(3, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(part(3 * x), 9 * part(x))
+
+
+def test_the_first_glu_is_torchs_with_its_halves_in_the_other_order() -> None:
+    """`F.glu` takes first * sigmoid(second); here the gate is a matrix of its own."""
+    part = drawn(Glu(hidden=5, activation="sigmoid").build(SITE))
+    assert isinstance(part, GluFeedForward)
+    x = random(3, 6)
+    with torch.no_grad():
+        expected = part.down(F.glu(torch.cat((part.up(x), part.gate(x)), -1)))
+        torch.testing.assert_close(part(x), expected)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import ClassVar, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from trivium.models.config import Block, ModelConfig, Stack
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build
 from trivium.parts.attention import MultiHead
 from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu
-from trivium.parts.init import FanIn, Gpt, Gpt2, Init
+from trivium.parts.feedforward import Glu, Mlp
+from trivium.parts.init import T5, FanIn, Gpt, Gpt2, Init, Xavier
 from trivium.parts.linear import WRITERS, Linear
 from trivium.parts.norms import LayerNormed, RMSNormed
-from trivium.parts.positions import LearnedPositions
+from trivium.parts.positions import BucketPositions, Buckets, LearnedPositions
 
 LAYERS = 8
 
@@ -46,7 +49,7 @@ def near(tensor: Tensor, std: float) -> bool:
     return abs(tensor.mean().item()) < slack * std and abs(tensor.std().item() / std - 1) < slack
 
 
-@pytest.mark.parametrize("init", [Gpt(), Gpt2(), FanIn()], ids=["gpt", "gpt2", "fan-in"])
+@pytest.mark.parametrize("init", [Gpt(), Gpt2(), FanIn(), Xavier(), T5()], ids=lambda init: type(init).__name__)
 def test_gains_are_one_and_biases_zero(init: Init) -> None:
     for module in built(init).modules():
         if isinstance(module, LayerNormed | RMSNormed):
@@ -108,7 +111,7 @@ def test_a_tied_matrix_is_drawn_once_as_the_embedding() -> None:
 
 def test_every_weight_is_drawn() -> None:
     """Weights begin as whatever the memory holds: fill it with a mark before init and look for it afterwards."""
-    for init in (Gpt(), Gpt2(), FanIn()):
+    for init in (Gpt(), Gpt2(), FanIn(), Xavier(), T5()):
         model = built(init)
         with torch.no_grad():
             for module in model.modules():
@@ -117,5 +120,54 @@ def test_every_weight_is_drawn() -> None:
                         parameter.fill_(math.nan)
             for parameter in model.embedding.parameters():
                 parameter.fill_(math.nan)
-        init.apply(model, layers=LAYERS, generator=torch.Generator().manual_seed(0))
+        init.apply(model, width=model.config.width, layers=LAYERS, generator=torch.Generator().manual_seed(0))
         assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_xavier_draws_each_matrix_within_its_bound_as_torch_does() -> None:
+    model = built(Xavier())
+    for layer in linears(model):
+        theirs = torch.empty(layer.out_features, layer.in_features)
+        nn.init.xavier_uniform_(theirs, generator=torch.Generator().manual_seed(0))
+        bound = math.sqrt(6 / (layer.in_features + layer.out_features))
+        assert 0.99 * bound < layer.weight.abs().max().item() <= bound
+        assert layer.weight.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
+    assert near(model.embedding.weight, 128**-0.5)  # times sqrt(width): tokens of size 1, as the sinusoids
+
+
+def test_t5_folds_the_scale_of_its_scores_into_the_queries() -> None:
+    block = Block(attention=MultiHead(heads=4, head=16, scale="none"), feedforward=Mlp(hidden=192, bias=False))
+    config = ModelConfig(
+        width=128,
+        context=64,
+        vocab=300,
+        embedding=Tokens(tie="none"),
+        decoder=Stack(layers=LAYERS, block=replace(block, position=Buckets())),
+        init=T5(),
+    )
+    model = build(config)
+    expected = {"query": (128 * 16) ** -0.5, "attention-out": (4 * 16) ** -0.5, "down": 192**-0.5}
+    for layer in linears(model):
+        assert near(layer.weight, expected.get(layer.role, 128**-0.5)), layer.role
+    assert near(model.embedding.weight, 1.0)
+    assert model.decoder is not None
+    (position,) = model.decoder.positions
+    assert near(cast(BucketPositions, position).table, 128**-0.5)
+
+
+def test_a_table_from_outside_is_drawn_by_its_kind() -> None:
+    """Init knows no names: a module says in `tables` which of its parameters are tables."""
+
+    class Outside(nn.Module):
+        tables: ClassVar[dict[str, str]] = {"rows": "embedding", "missing": "position"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.full((200, 50), math.nan))
+            self.gain = nn.Parameter(torch.full((3,), 7.0))
+            self.missing = None
+
+    module = Outside()
+    Gpt(std=0.5).apply(module, width=50, layers=1, generator=torch.Generator().manual_seed(0))
+    assert near(module.rows, 0.5)
+    assert bool((module.gain == 7).all())

@@ -78,3 +78,33 @@ def test_the_cheap_form_attends_as_the_dense_one(queries: int, more: int, causal
     short = F.scaled_dot_product_attention(query, key, value, attn_mask=cheap.dense, is_causal=cheap.is_causal)
     dense = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.dense(queries, keys, CPU))
     torch.testing.assert_close(short, dense)
+
+
+def test_the_prefix_mask_is_the_worked_one() -> None:
+    mask = Mask(causal=True, prefix=torch.tensor([3]))
+    assert rows(mask, 5, 5) == ["11100", "11100", "11100", "11110", "11111"]
+
+
+def test_each_row_has_a_prefix_of_its_own() -> None:
+    dense = Mask(causal=True, prefix=torch.tensor([0, 4])).dense(4, 4, torch.device("cpu"))
+    assert torch.equal(dense[0, 0], torch.ones(4, 4, dtype=torch.bool).tril())
+    assert bool(dense[1].all())
+
+
+def test_a_window_counts_the_token_itself() -> None:
+    """Mistral: query i sees keys j with i - w < j <= i; an encoder's window reaches as far to either side."""
+    assert rows(Mask(causal=True, window=2), 4, 4) == ["1000", "1100", "0110", "0011"]
+    assert rows(Mask(window=2), 4, 4) == ["1100", "1110", "0111", "0011"]
+    assert rows(Mask(causal=True, window=2), 1, 4) == ["0011"]  # the last of four, with a cache
+    assert Mask(causal=True).within(0) == Mask(causal=True)
+
+
+def test_a_bias_is_added_where_a_key_may_be_seen() -> None:
+    bias = torch.arange(8.0).view(1, 2, 2, 2)
+    resolved = Mask(causal=True).resolve(2, 2, torch.device("cpu"), bias)
+    assert resolved.dense is not None
+    assert not resolved.is_causal
+    expected = bias.clone()
+    expected[..., 0, 1] = float("-inf")
+    assert torch.equal(resolved.dense, expected)
+    assert Mask().resolve(2, 2, torch.device("cpu"), bias).dense is bias

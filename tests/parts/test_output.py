@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Literal
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build, weights
 from trivium.parts.embeddings import Tokens
-from trivium.parts.output import IGNORED, Softmax, SoftmaxOutput
+from trivium.parts.output import IGNORED, MaskedHead, MaskedOutput, Softmax, SoftmaxOutput
+from trivium.parts.sentence import PooledSentence, Pooler
 from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8, vocab=11)
@@ -126,7 +127,7 @@ def test_a_negative_cap_is_refused() -> None:
 @pytest.mark.parametrize("number", [511, 512, 513, 1300])  # chunks are of 512 rows here
 def test_the_loss_in_chunks_is_the_loss(number: int) -> None:
     generator = torch.Generator().manual_seed(number)
-    output = SoftmaxOutput(8192, 8, 0.0, None)
+    output = cast(SoftmaxOutput, Softmax().build(Site(width=8, context=8, vocab=8192), None))
     weight = output.project.weight
     nn.init.normal_(weight, generator=generator)
     hidden = torch.randn(number, 8, generator=generator, requires_grad=True)
@@ -146,3 +147,54 @@ def test_the_loss_in_chunks_is_the_loss(number: int) -> None:
     gradients = torch.autograd.grad(found.sum(), (hidden, weight))
     for one, other in zip(gradients, torch.autograd.grad(expected.sum(), wide), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scaled_output_divides_the_states_by_the_root_of_the_width() -> None:
+    part = Softmax(scale="root", bias=True).build(SITE, None)
+    assert isinstance(part, SoftmaxOutput)
+    hidden = random(4, 6)
+    with torch.no_grad():
+        part.project.weight.copy_(random(11, 6, seed=1))
+        part.project.bias.copy_(random(11, seed=2))
+        expected = hidden / math.sqrt(6) @ part.project.weight.mT + part.project.bias
+        torch.testing.assert_close(part.logits(hidden), expected)
+    assert Softmax(scale="root", bias=True).cost(SITE, tied=True).parameters == 11
+
+
+def test_the_masked_head_is_berts() -> None:
+    """Linear, GELU, LayerNorm, then the tied matrix with a bias of its own: the module of another library's BERT."""
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertLMPredictionHead
+
+    theirs = BertLMPredictionHead(BertConfig(hidden_size=6, vocab_size=11))
+    tied = nn.Parameter(random(11, 6))
+    ours = MaskedHead().build(SITE, tied)
+    assert isinstance(ours, MaskedOutput)
+    assert ours.project.weight is tied
+    with torch.no_grad():
+        for index, parameter in enumerate(theirs.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=index))
+        theirs.decoder.weight.copy_(tied)
+        ours.transform.load_state_dict(theirs.transform.dense.state_dict())
+        ours.norm.load_state_dict(theirs.transform.LayerNorm.state_dict())
+        ours.project.bias.copy_(theirs.decoder.bias)
+        hidden = random(5, 6)
+        torch.testing.assert_close(ours.logits(hidden), theirs(hidden))
+        labels = torch.tensor([1, IGNORED, 3, 4, 10])
+        expected = nn.functional.cross_entropy(theirs(hidden), labels, ignore_index=IGNORED, reduction="none")
+        torch.testing.assert_close(ours.nll(hidden, labels), expected)
+
+
+def test_the_sentence_head_is_berts_pooler_and_its_next_sentence_scores() -> None:
+    part = Pooler().build(SITE)
+    assert isinstance(part, PooledSentence)
+    assert part.classify is not None
+    hidden = random(2, 3, 6)
+    with torch.no_grad():
+        for index, parameter in enumerate(part.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=index))
+        pooled = torch.tanh(hidden[:, 0] @ part.dense.weight.mT + part.dense.bias)
+        torch.testing.assert_close(part.pooled(hidden), pooled)
+        torch.testing.assert_close(part.logits(hidden), pooled @ part.classify.weight.mT + part.classify.bias)
+    assert Pooler().cost(SITE).parameters == 6 * 6 + 6 + 6 * 2 + 2
+    assert Pooler(classes=0).cost(SITE).parameters == 6 * 6 + 6

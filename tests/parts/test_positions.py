@@ -1,10 +1,12 @@
-"""Positions against worked numbers, complex multiplication and their invariances."""
+"""Positions that are added to the embeddings, and what holds for every scheme."""
+
+# B batch, T tokens, S keys, D width, H heads, E head size, n positions
 
 from __future__ import annotations
 
-import cmath
 import copy
-from typing import Literal
+import math
+from typing import Literal, NamedTuple, get_args
 
 import pytest
 import torch
@@ -12,130 +14,278 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trivium.errors import ConfigError
-from trivium.models.config import Block, ModelConfig, Stack
-from trivium.models.transformer import build
-from trivium.parts.positions import Learned, LearnedPositions, NoPositions, Positions, Rotary, RotaryPositions
+from trivium.config import dump, load
+from trivium.errors import ConfigError, RequestError
+from trivium.parts.positions import (
+    POSITIONS,
+    Alibi,
+    Buckets,
+    Learned,
+    LearnedPositions,
+    NoPositions,
+    Position,
+    Positions,
+    Rotary,
+    Shaw,
+    Sinusoidal,
+    Yarn,
+)
 from trivium.parts.site import Site
 
-SITE = Site(width=16, context=12, head=8)
-Layout = Literal["halves", "interleaved"]
-LAYOUTS: tuple[Layout, ...] = ("halves", "interleaved")
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def turned(part: Positions, x_E: Tensor, at: int) -> Tensor:
-    """One vector at one position."""
-    return part.rotate(x_E[None, None, None], part.prepare(torch.tensor([[at]])))[0, 0, 0]
+SITE = Site(width=16, context=12, heads=2, head=8, value=8)
+Layout = Literal["interleaved", "halves"]
+Spacing = Literal["paper", "tensor2tensor"]
+EVERY: list[Position] = [
+    NoPositions(),
+    Sinusoidal(),
+    Sinusoidal(layout="halves", spacing="tensor2tensor"),
+    Learned(),
+    Learned(offset=2),
+    Shaw(distance=3),
+    Shaw(distance=2, values="none", tables="per-head"),
+    Buckets(),
+    Rotary(),
+    Rotary(share=0.5, scaling=Yarn()),
+    Alibi(),
+]
+every = pytest.mark.parametrize("options", EVERY, ids=repr)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_rotation_gives_the_worked_numbers() -> None:
-    x_E = torch.tensor([1.0, 0, 1, 0, 1, 0, 1, 0])
-    worked = torch.tensor([0.540302, 0.841471, 0.995004, 0.099833, 0.999950, 0.010000, 1.0, 0.001])
-    part = Rotary(layout="interleaved").build(SITE)
-    torch.testing.assert_close(turned(part, x_E, 1), worked, atol=1e-6, rtol=0)
-
-
-@layouts
-def test_rotation_is_multiplication_by_complex_numbers(layout: Layout) -> None:
-    x_E, at, theta = random(8), 5, 500.0
-    actual = turned(Rotary(theta=theta, layout=layout).build(SITE), x_E, at)
-    for pair in range(4):
-        first, second = (pair, pair + 4) if layout == "halves" else (2 * pair, 2 * pair + 1)
-        number = complex(x_E[first].item(), x_E[second].item()) * cmath.exp(1j * at * theta ** (-2 * pair / 8))
-        assert actual[first].item() == pytest.approx(number.real, abs=1e-5)
-        assert actual[second].item() == pytest.approx(number.imag, abs=1e-5)
-
-
-@layouts
-@settings(max_examples=25, deadline=None)
-@given(m=st.integers(0, 60), n=st.integers(0, 60), shift=st.integers(0, 60), seed=st.integers(0, 99))
-def test_scores_depend_on_the_distance_alone_and_norms_stay(
-    layout: Layout, m: int, n: int, shift: int, seed: int
-) -> None:
-    part = Rotary(layout=layout).build(SITE)
-    query_E, key_E = random(8, seed=seed), random(8, seed=seed + 1000)
-    score = turned(part, query_E, m) @ turned(part, key_E, n)
-    shifted = turned(part, query_E, m + shift) @ turned(part, key_E, n + shift)
-    torch.testing.assert_close(score, shifted, atol=1e-4, rtol=0)
-    torch.testing.assert_close(turned(part, query_E, m).norm(), query_E.norm())
-
-
-@layouts
-def test_position_zero_turns_nothing_and_others_do(layout: Layout) -> None:
-    part, x_E = Rotary(layout=layout).build(SITE), random(8)
-    assert torch.equal(turned(part, x_E, 0), x_E)
-    assert (turned(part, x_E, 1) - x_E).abs().max() > 1e-2
-
-
-def test_the_layouts_differ_by_a_permutation_of_each_head() -> None:
-    halves, interleaved = (Rotary(layout=layout).build(SITE) for layout in LAYOUTS)
-    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-    x_E = random(8)
-    assert torch.equal(turned(halves, x_E[order], 7), turned(interleaved, x_E, 7)[order])
-    assert not torch.allclose(turned(halves, x_E, 7), turned(interleaved, x_E, 7))
-
-
-def test_angles_are_exact_far_out_whatever_the_dtype_of_the_model() -> None:
-    """bfloat16 has no 257: rounded positions or frequencies turn by another angle."""
-    config = ModelConfig(width=16, context=8, vocab=5, decoder=Stack(layers=1, block=Block(position=Rotary())))
-    exact = [4097 * 10_000.0 ** (-index / 4) for index in range(0, 4, 2)]
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        model = copy.deepcopy(build(config)).to(dtype)
-        assert model.decoder is not None
-        part = model.decoder.positions[0]
-        assert isinstance(part, RotaryPositions)
-        cos, sin = part.prepare(torch.tensor([[4097]]))
-        for index, angle in enumerate(exact):
-            number = complex(cos[0, 0, 0, index].item(), sin[0, 0, 0, index].item())
-            assert abs(number - cmath.exp(1j * angle)) < 1e-3
-
-
-def test_a_rotary_model_built_without_memory_finds_its_frequencies_when_it_gets_some() -> None:
-    with torch.device("meta"):
-        part = RotaryPositions(8, 10_000.0, "halves")
-    expected = RotaryPositions(8, 10_000.0, "halves").frequencies
-    assert torch.equal(part.to_empty(device="cpu").frequencies, expected)
-
-
-def test_rotary_positions_are_not_saved() -> None:
-    assert Rotary().build(SITE).state_dict() == {}
-
-
-def test_an_odd_head_cannot_be_turned() -> None:
-    with pytest.raises(ConfigError, match="a head of size 5 cannot be odd"):
-        Rotary().build(Site(width=10, context=4, head=5))
-    with pytest.raises(ConfigError, match="theta"):
-        Rotary(theta=0.0)
-
-
-def test_learned_positions_add_the_row_of_each_position() -> None:
-    part = Learned().build(SITE)
-    assert isinstance(part, LearnedPositions)
+def filled(options: Position, site: Site = SITE, seed: int = 0) -> Positions:
+    """The built scheme with random tables."""
+    part = options.build(site)
     with torch.no_grad():
-        part.table.copy_(torch.arange(12.0)[:, None].expand(-1, 16))
-    x_BTD = random(2, 3, 16)
-    at = torch.tensor([[0, 4, 11], [2, 2, 0]])
-    torch.testing.assert_close(part.embed(x_BTD, at) - x_BTD, at[..., None].float().expand(-1, -1, 16))
-    assert torch.equal(part.rotate(x_BTD, part.prepare(at)), x_BTD)
+        for index, parameter in enumerate(part.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=seed + index))
+    return part
 
 
-def test_learned_positions_end_where_the_table_ends() -> None:
-    part = Learned().build(SITE)
-    with pytest.raises(IndexError):
-        part.embed(random(1, 1, 16), torch.tensor([[12]]))
+def table(options: Sinusoidal, site: Site = SITE) -> Tensor:
+    """What is added to an input of zeros."""
+    at_1T = torch.arange(site.context)[None]
+    return options.build(site).embed(torch.zeros(1, site.context, site.width), at_1T)[0]
+
+
+class Inputs(NamedTuple):
+    """What a stack and its attention bring along, the same every time."""
+
+    stream: Tensor  # [B, T, D]
+    heads: Tensor  # [B, H, T, E]
+    weights: Tensor  # [B, H, T, S]
+
+
+def inputs(rows: int, queries: int, keys: int) -> Inputs:
+    return Inputs(
+        random(rows, queries, 16), random(rows, 2, queries, 8, seed=1), random(rows, 2, queries, keys, seed=2)
+    )
+
+
+def everything(part: Positions, at_BT: Tensor, keys_at_BS: Tensor, given: Inputs) -> list[Tensor | None]:
+    """All that a scheme offers at these positions."""
+    prepared = part.prepare(at_BT, keys_at_BS)
+    return [
+        part.embed(given.stream, at_BT),
+        part.rotate(given.heads, prepared),
+        part.bias(prepared),
+        part.score(given.heads, prepared),
+        part.value(given.weights, prepared),
+    ]
+
+
+def assert_same(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            torch.testing.assert_close(ours, theirs)
+
+
+# every scheme
+
+
+def test_every_kind_of_the_table_is_tested_here() -> None:
+    assert {type(options) for options in EVERY} == set(POSITIONS.values())
+
+
+@every
+def test_a_scheme_counts_its_parameters_and_names_its_tables(options: Position) -> None:
+    part = options.build(SITE)
+    assert options.cost(SITE).parameters == sum(parameter.numel() for parameter in part.parameters())
+    named = {name for name in part.tables if getattr(part, name) is not None}
+    assert named == {name for name, _ in part.named_parameters()}
+    assert set(part.tables.values()) <= {"position", "bias"}
+    assert set(part.state_dict()) == named  # what can be computed is not saved
+
+
+@pytest.mark.parametrize("options", [options for options in EVERY if options.cost(SITE).parameters], ids=repr)
+def test_gradient_reaches_every_table(options: Position) -> None:
+    part, at = filled(options), torch.arange(5)[None]
+    outputs = [output.square().sum() for output in everything(part, at, at, inputs(1, 5, 5)) if output is not None]
+    torch.stack(outputs).sum().backward()  # type: ignore[no-untyped-call]
+    for parameter in part.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0
+
+
+@every
+def test_a_batch_gives_what_its_rows_give_alone(options: Position) -> None:
+    part, given = filled(options), inputs(2, 2, 5)
+    at_BT, keys_at_BS = torch.tensor([[3, 4], [0, 7]]), torch.tensor([[0, 1, 2, 3, 4], [9, 0, 1, 0, 7]])
+    whole = everything(part, at_BT, keys_at_BS, given)
+    for row in range(2):
+        only = slice(row, row + 1)
+        alone = everything(part, at_BT[only], keys_at_BS[only], Inputs(*(tensor[only] for tensor in given)))
+        assert_same([None if output is None else output[only] for output in whole], alone)
+
+
+@every
+def test_the_last_token_alone_gets_what_it_got_among_all(options: Position) -> None:
+    """Decoding with a cache: one query, all keys."""
+    part, at_1S, given = filled(options), torch.arange(9)[None], inputs(1, 9, 9)
+    last = Inputs(given.stream[:, -1:], given.heads[:, :, -1:], given.weights[:, :, -1:])
+    whole = everything(part, at_1S, at_1S, given)
+    expected = [None if output is None else output[..., -1:, :] for output in whole]
+    assert_same(everything(part, at_1S[:, -1:], at_1S, last), expected)
+
+
+@every
+def test_a_model_built_without_memory_finds_its_constants_when_it_gets_some(options: Position) -> None:
+    with torch.device("meta"):
+        part = options.build(SITE)
+    assert all(tensor.device.type == "meta" for tensor in (*part.parameters(), *part.buffers()))
+    for buffer, expected in zip(part.to_empty(device="cpu").buffers(), options.build(SITE).buffers(), strict=True):
+        assert torch.equal(buffer, expected)
+
+
+@every
+def test_a_rounded_model_keeps_its_constants_and_gives_its_own_dtype(options: Position) -> None:
+    exact, at = options.build(SITE), torch.arange(5)[None]
+    part = copy.deepcopy(filled(options)).to(torch.bfloat16)
+    assert all(torch.equal(*pair) for pair in zip(part.buffers(), exact.buffers(), strict=True))
+    x_BHTE = random(1, 2, 5, 8).bfloat16()
+    prepared = part.prepare(at, at)
+    assert part.embed(random(1, 5, 16).bfloat16(), at).dtype == torch.bfloat16
+    assert part.rotate(x_BHTE, prepared).dtype == torch.bfloat16
+    assert (bias := part.bias(prepared)) is None or bias.dtype == torch.float32
+    assert (score := part.score(x_BHTE, prepared)) is None or score.dtype == torch.bfloat16
+
+
+@every
+def test_compiled_equals_eager(options: Position) -> None:
+    part, at, given = filled(options), torch.arange(4, 9)[None], inputs(1, 5, 5)
+    compiled = torch.compile(everything, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(part, at, at, given), everything(part, at, at, given))
+    torch.compiler.reset()
+
+
+@every
+def test_options_survive_their_file(options: Position) -> None:
+    assert load(type(options), dump(options)) == options
+    assert hash(options) == hash(copy.deepcopy(options))
+
+
+def test_only_shaws_tables_belong_to_one_layer() -> None:
+    assert {type(options) for options in EVERY if options.scope == "layer"} == {Shaw}
+
+
+# sinusoidal
+
+
+def test_the_sinusoid_gives_the_worked_numbers() -> None:
+    worked = [
+        [0, 1, 0, 1],
+        [0.841471, 0.540302, 0.010000, 0.999950],
+        [0.909297, -0.416147, 0.019999, 0.999800],
+        [0.141120, -0.989992, 0.029996, 0.999550],
+    ]
+    actual = table(Sinusoidal(), Site(width=4, context=4))
+    torch.testing.assert_close(actual, torch.tensor(worked), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("spacing", get_args(Spacing))
+def test_the_sinusoid_is_its_formula_in_every_layout_and_spacing(layout: Layout, spacing: Spacing) -> None:
+    actual = table(Sinusoidal(layout=layout, spacing=spacing), Site(width=10, context=3000))
+    for at in (0, 1, 17, 2999):
+        for pair in range(5):
+            angle = at / 10_000 ** (pair / (5 if spacing == "paper" else 4))
+            sine, cosine = (2 * pair, 2 * pair + 1) if layout == "interleaved" else (pair, pair + 5)
+            assert actual[at, sine].item() == pytest.approx(math.sin(angle), abs=1e-7)
+            assert actual[at, cosine].item() == pytest.approx(math.cos(angle), abs=1e-7)
+
+
+def test_the_products_of_a_sinusoid_depend_on_the_distance_alone_and_fall_at_first() -> None:
+    table_nD = table(Sinusoidal(), Site(width=64, context=200)).double()
+    torch.testing.assert_close(table_nD.square().sum(-1), torch.full((200,), 32.0).double(), atol=1e-5, rtol=0)
+    products = table_nD @ table_nD.T
+    for ahead in range(1, 60):
+        diagonal = products.diagonal(ahead)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=0)
+    assert products[0, :4].diff().max() < 0
+
+
+def test_a_sinusoid_is_added_and_a_short_one_begins_a_long_one() -> None:
+    x_BTD, at = random(2, 3, 16), torch.tensor([[0, 4, 11], [2, 2, 0]])
+    part = Sinusoidal().build(SITE)
+    torch.testing.assert_close(part.embed(x_BTD, at) - x_BTD, table(Sinusoidal())[at])
+    longer = table(Sinusoidal(), Site(width=16, context=40))
+    assert torch.equal(longer[:12], table(Sinusoidal()))
+
+
+def test_a_sinusoid_of_two_dimensions_has_one_wavelength() -> None:
+    actual = table(Sinusoidal(spacing="tensor2tensor"), Site(width=2, context=3))
+    torch.testing.assert_close(actual[2], torch.tensor([math.sin(2), math.cos(2)]))
+
+
+def test_a_sinusoid_refuses_an_odd_width() -> None:
+    for ask in (Sinusoidal().build, Sinusoidal().cost):
+        with pytest.raises(ConfigError, match="a width of 5 cannot be odd"):
+            ask(Site(width=5, context=4))
+
+
+# learned
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_learned_positions_add_the_row_of_each_position(offset: int) -> None:
+    part = Learned(offset=offset).build(SITE)
+    assert isinstance(part, LearnedPositions)
+    assert part.table.shape == (12 + offset, 16)
+    with torch.no_grad():
+        part.table.copy_(torch.arange(12.0 + offset)[:, None].expand(-1, 16))
+    x_BTD, at = random(2, 3, 16), torch.tensor([[0, 4, 11], [2, 2, 0]])
+    torch.testing.assert_close(part.embed(x_BTD, at) - x_BTD, (at[..., None] + offset).float().expand(-1, -1, 16))
+
+
+@settings(max_examples=30, deadline=None)
+@given(at=st.lists(st.integers(-20, 40), min_size=1, max_size=15), offset=st.sampled_from([0, 2]), fixed=st.booleans())
+def test_a_position_without_a_row_is_refused_and_any_other_is_not(at: list[int], offset: int, fixed: bool) -> None:
+    """Also where a row exists by accident: those before the offset are nobody's."""
+    part = filled(Sinusoidal() if fixed else Learned(offset=offset))
+    x_BTD = torch.zeros(1, len(at), 16)
+    if len(at) <= 12 and min(at) >= 0 and max(at) < 12:
+        assert part.embed(x_BTD, torch.tensor([at])).shape == x_BTD.shape
+    else:
+        with pytest.raises(RequestError, match=r"more than the 12 positions|is not one of the 12"):
+            part.embed(x_BTD, torch.tensor([at]))
+
+
+def test_a_negative_offset_is_refused() -> None:
+    with pytest.raises(ConfigError, match="offset: -1 is less than 0"):
+        Learned(offset=-1)
+
+
+# none
 
 
 def test_no_positions_change_nothing() -> None:
     part, x_BTD = NoPositions().build(SITE), random(1, 3, 16)
     at = torch.tensor([[5, 6, 7]])
+    prepared = part.prepare(at, at)
     assert part.embed(x_BTD, at) is x_BTD
-    assert part.rotate(x_BTD, part.prepare(at)) is x_BTD
-
-
-def test_only_learned_positions_have_parameters() -> None:
-    assert [options.cost(SITE).parameters for options in (NoPositions(), Rotary(), Learned())] == [0, 0, 12 * 16]
+    assert part.rotate(x_BTD, prepared) is x_BTD
+    assert part.bias(prepared) is part.score(x_BTD, prepared) is part.value(x_BTD, prepared) is None
+    assert not part.values

@@ -7,13 +7,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from trivium.models.config import Block, ModelConfig, Stack
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import build
 from trivium.parts.attention import MultiHead
 from trivium.parts.linear import WRITERS, Linear
 from trivium.parts.norms import LayerNorm
 from trivium.parts.positions import NoPositions
-from trivium.parts.residual import Connection, Post, Pre, Residual
+from trivium.parts.residual import Connection, Post, Pre, Residual, Sandwich
 from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8)
@@ -72,3 +73,10 @@ def test_dropout_falls_on_the_sub_layers_output_and_spares_the_stream() -> None:
 def test_cost_counts_one_norm_per_sub_layer_and_the_final_one() -> None:
     assert [scheme.cost(SITE, NORM).parameters for scheme in (Pre(), Post())] == [12, 12]
     assert [scheme.final_cost(SITE, NORM).parameters for scheme in (Pre(), Post())] == [12, 0]
+
+
+def test_a_sandwich_norms_what_goes_in_and_what_comes_out() -> None:
+    x, weight, norm = random(3, 6), random(6, 6, seed=1), nn.LayerNorm(6)
+    torch.testing.assert_close(joined(Sandwich(), x, weight), x + norm(norm(x) @ weight))
+    assert Sandwich().cost(SITE, NORM).parameters == 4 * 6
+    assert Sandwich().final_cost(SITE, NORM).parameters == 2 * 6

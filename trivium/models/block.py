@@ -1,49 +1,164 @@
-"""One layer of a stack."""
+"""One layer of a stack: its options, its wiring and its cost."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 
-from trivium.models.config import Block, NoPart
+from trivium.config import fraction, place
+from trivium.parts.attention import ATTENTIONS, Attention, MultiHead
 from trivium.parts.cache import LayerCache
+from trivium.parts.dropout import dropout
+from trivium.parts.feedforward import FEEDFORWARDS, FeedForward, Mlp
 from trivium.parts.masks import Resolved
-from trivium.parts.positions import Positions
-from trivium.parts.residual import Connection
-from trivium.parts.site import Site
+from trivium.parts.norms import NORMS, LayerNorm, Norm
+from trivium.parts.positions import POSITIONS, Learned, Position, Positions
+from trivium.parts.residual import RESIDUALS, Connection, Pre, Residual
+from trivium.parts.site import Cost, NoPart, Site
+
+
+class AnyBlock(Protocol):
+    """The options of one layer, whatever its wiring."""
+
+    @property
+    def attention(self) -> Attention: ...
+    @property
+    def cross(self) -> Attention | NoPart: ...
+    @property
+    def position(self) -> Position: ...
+    def costs(self, site: Site) -> Iterator[tuple[str, Callable[[], Cost]]]:
+        """Each part's name and a function that gives its cost here, or refuses."""
+
+    def build(self, site: Site) -> nn.Module: ...
+    def final(self, site: Site) -> nn.Module:
+        """The norm after the last of such layers."""
+
+    def final_cost(self, site: Site) -> Cost: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One layer: self-attention, cross-attention where there is a source, and a feed-forward network."""
+
+    attention: Attention = place(ATTENTIONS, MultiHead())
+    cross: Attention | NoPart = place({"none": NoPart, **ATTENTIONS}, NoPart())
+    feedforward: FeedForward = place(FEEDFORWARDS, Mlp())
+    norm: Norm = place(NORMS, LayerNorm())
+    residual: Residual = place(RESIDUALS, Pre())
+    position: Position = place(POSITIONS, Learned())
+    dropout: float = 0.0  # of each sub-layer's output
+
+    def __post_init__(self) -> None:
+        fraction("dropout", self.dropout)
+
+    def costs(self, site: Site) -> Iterator[tuple[str, Callable[[], Cost]]]:
+        yield "attention", lambda: self.attention.cost(site)
+        cross = self.cross
+        if not isinstance(cross, NoPart):
+            yield "cross", lambda: cross.cost(replace(site, source=site.width))
+        yield "feedforward", lambda: self.feedforward.cost(site)
+        norms = 2 if isinstance(cross, NoPart) else 3
+        for _ in range(norms):
+            yield "norm", lambda: self.residual.cost(site, self.norm)
+
+    def build(self, site: Site) -> nn.Module:
+        return StandardBlock(self, site)
+
+    def final(self, site: Site) -> nn.Module:
+        return self.residual.final(site, self.norm)
+
+    def final_cost(self, site: Site) -> Cost:
+        return self.residual.final_cost(site, self.norm)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """A pre-norm layer except that attention and feed-forward read the same stream and are added together."""
+
+    attention: Attention = place(ATTENTIONS, MultiHead())
+    feedforward: FeedForward = place(FEEDFORWARDS, Mlp())
+    norm: Norm = place(NORMS, LayerNorm())
+    norms: Literal["one", "two"] = "one"  # shared by both (GPT-J, PaLM), or one for each (GPT-NeoX)
+    position: Position = place(POSITIONS, Learned())
+    dropout: float = 0.0  # of each sub-layer's output
+
+    def __post_init__(self) -> None:
+        fraction("dropout", self.dropout)
+
+    @property
+    def cross(self) -> NoPart:
+        """Nobody has published where a source would join."""
+        return NoPart()
+
+    def costs(self, site: Site) -> Iterator[tuple[str, Callable[[], Cost]]]:
+        yield "attention", lambda: self.attention.cost(site)
+        yield "feedforward", lambda: self.feedforward.cost(site)
+        for _ in range(2 if self.norms == "two" else 1):
+            yield "norm", lambda: self.norm.cost(site)
+
+    def build(self, site: Site) -> nn.Module:
+        return ParallelBlock(self, site)
+
+    def final(self, site: Site) -> nn.Module:
+        return self.norm.build(site)
+
+    def final_cost(self, site: Site) -> Cost:
+        return self.norm.cost(site)
+
+
+BLOCKS: dict[str, type[AnyBlock]] = {"standard": Block, "parallel": Parallel}
+
+
+class Around(NamedTuple):
+    """What a layer finds around it besides the stream: whom it may see, where, and what was seen before."""
+
+    mask: Resolved
+    position: Positions
+    prepared: Any
+    cache: LayerCache | None
+    start: int
+    source: Tensor | None = None
+    source_mask: Resolved | None = None
 
 
 class StandardBlock(nn.Module):
-    """Self-attention, then cross-attention if there is a source, then feed-forward, each joined to the stream."""
-
-    def __init__(self, options: Block, site: Site, cross_site: Site | None) -> None:
+    def __init__(self, options: Block, site: Site) -> None:
         super().__init__()
         self.attention = options.attention.build(site)
         self.around_attention = options.residual.build(site, options.norm, options.dropout)
         self.cross: nn.Module | None = None
-        if cross_site is not None and not isinstance(options.cross, NoPart):
-            self.cross = options.cross.build(cross_site)
+        if not isinstance(options.cross, NoPart):
+            self.cross = options.cross.build(replace(site, source=site.width))
             self.around_cross = options.residual.build(site, options.norm, options.dropout)
         self.feedforward = options.feedforward.build(site)
         self.around_feedforward = options.residual.build(site, options.norm, options.dropout)
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Resolved,
-        position: Positions,
-        prepared: Tensor | None,
-        cache: LayerCache | None,
-        start: int,
-        source: Tensor | None,
-        source_mask: Resolved | None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, here: Around) -> Tensor:
         around = cast(Connection, self.around_attention)
-        x = around.leave(x, self.attention(around.enter(x), mask, position, prepared, cache, start))
+        y = self.attention(around.enter(x), here.mask, here.position, here.prepared, here.cache, here.start)
+        x = around.leave(x, y)
         if self.cross is not None:
             around = cast(Connection, self.around_cross)
-            y = self.cross(around.enter(x), source_mask, position, None, source_BSD=source)
+            y = self.cross(around.enter(x), here.source_mask, here.position, None, here.cache, source_BSD=here.source)
             x = around.leave(x, y)
         around = cast(Connection, self.around_feedforward)
         return around.leave(x, self.feedforward(around.enter(x)))
+
+
+class ParallelBlock(nn.Module):
+    def __init__(self, options: Parallel, site: Site) -> None:
+        super().__init__()
+        self.attention = options.attention.build(site)
+        self.feedforward = options.feedforward.build(site)
+        self.norm = options.norm.build(site)
+        self.feedforward_norm = options.norm.build(site) if options.norms == "two" else None
+        self.dropout = options.dropout
+
+    def forward(self, x: Tensor, here: Around) -> Tensor:
+        normed = self.norm(x)
+        attended = self.attention(normed, here.mask, here.position, here.prepared, here.cache, here.start)
+        fed = self.feedforward(normed if self.feedforward_norm is None else self.feedforward_norm(x))
+        return x + dropout(attended, self.dropout, self.training) + dropout(fed, self.dropout, self.training)

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Literal, Protocol
 
-from trivium.config import at_least, fraction, place, variants
+from trivium.config import at_least, place, variants
 from trivium.errors import ConfigError
-from trivium.parts.attention import ATTENTIONS, Attention, MultiHead
+from trivium.models.block import BLOCKS, AnyBlock, Block
+from trivium.parts.boundary import BOUNDARIES, Boundary
 from trivium.parts.embeddings import EMBEDDINGS, Embedding, Tokens
-from trivium.parts.feedforward import FEEDFORWARDS, FeedForward, Mlp
 from trivium.parts.init import INITS, Gpt2, Init
-from trivium.parts.norms import NORMS, LayerNorm, Norm
 from trivium.parts.output import OUTPUTS, Output, Softmax
-from trivium.parts.positions import POSITIONS, Learned, Position
-from trivium.parts.residual import RESIDUALS, Pre, Residual
-from trivium.parts.site import Cost, Site
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoPart:
-    """An empty place."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """One layer: self-attention, cross-attention where there is a source, and a feed-forward network."""
-
-    attention: Attention = place(ATTENTIONS, MultiHead())
-    cross: Attention | NoPart = place({"none": NoPart, **ATTENTIONS}, NoPart())
-    feedforward: FeedForward = place(FEEDFORWARDS, Mlp())
-    norm: Norm = place(NORMS, LayerNorm())
-    residual: Residual = place(RESIDUALS, Pre())
-    position: Position = place(POSITIONS, Learned())
-    dropout: float = 0.0  # of each sub-layer's output
-
-    def __post_init__(self) -> None:
-        fraction("dropout", self.dropout)
-
-    def inner(self, site: Site) -> Site:
-        """The site of the position part, which also knows the size of a head."""
-        return replace(site, head=self.attention.head_size(site))
-
-    def costs(self, site: Site) -> Iterator[tuple[str, Any]]:
-        """Each part's name and a function that gives its cost here, or refuses."""
-        yield "attention", lambda: self.attention.cost(site)
-        if not isinstance(self.cross, NoPart):
-            cross = self.cross
-            yield "cross", lambda: cross.cost(replace(site, source=site.width))
-        yield "feedforward", lambda: self.feedforward.cost(site)
-        norms = 2 if isinstance(self.cross, NoPart) else 3
-        for _ in range(norms):
-            yield "norm", lambda: self.residual.cost(site, self.norm)
-
-
-BLOCKS: dict[str, type[Block]] = {"standard": Block}
+from trivium.parts.sentence import SENTENCES, Sentence
+from trivium.parts.site import Cost, NoPart, Site
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +32,9 @@ class Stack:
     """`layers` blocks; `pattern` names variants of the block, repeated over the depth ("" is the block itself)."""
 
     layers: int = 4
-    block: Block = place(BLOCKS, Block())
+    block: AnyBlock = place(BLOCKS, Block())
     pattern: tuple[str, ...] = ()
-    variants: Mapping[str, Block] = variants("block")
+    variants: Mapping[str, AnyBlock] = variants("block")
 
     def __post_init__(self) -> None:
         at_least("layers", self.layers, 1)
@@ -82,7 +42,7 @@ class Stack:
         if unknown:
             raise ConfigError(f"pattern: {unknown[0]!r} is not among the variants; add [variants.{unknown[0]}]")
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[AnyBlock]:
         """The block of every layer, first to last."""
         names = self.pattern or ("",)
         chosen = (names[layer % len(names)] for layer in range(self.layers))
@@ -98,6 +58,8 @@ STACKS: dict[str, type[AnyStack]] = {"none": NoStack, "plain": Stack}
 
 Family = Literal["encoder", "decoder", "encoder-decoder"]
 
+SHARED = ("attention", "feedforward")  # what is one for both sides of a model with `share=stacks`
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -109,7 +71,12 @@ class ModelConfig:
     embedding: Embedding = place(EMBEDDINGS, Tokens())
     encoder: AnyStack = place(STACKS, NoStack())
     decoder: AnyStack = place(STACKS, Stack())
+    # stacks: one self-attention and one feed-forward network for the same layer of both sides; norms, positions and
+    # cross-attention stay each side's own
+    share: Literal["none", "stacks"] = "none"
     output: Output = place(OUTPUTS, Softmax())
+    sentence: Sentence | NoPart = place({"none": NoPart, **SENTENCES}, NoPart())
+    boundary: Boundary | NoPart = place({"none": NoPart, **BOUNDARIES}, NoPart())
     init: Init = place(INITS, Gpt2())
 
     def __post_init__(self) -> None:
@@ -129,13 +96,23 @@ class ModelConfig:
     def layers(self) -> int:
         return self.encoder.layers + self.decoder.layers
 
+    @property
+    def tied(self) -> bool:
+        """Whether the output reads the matrix of the main embedding: that of the only side, or the decoder's."""
+        return self.embedding.tie in ("all", "output")
+
+    @property
+    def one_input(self) -> bool:
+        """Whether an encoder-decoder has one matrix for both of its inputs."""
+        return self.embedding.tie in ("all", "inputs")
+
     def site(self, *, layer: int = 0, depth: int = 1, causal: bool = True) -> Site:
         return Site(width=self.width, context=self.context, vocab=self.vocab, layer=layer, depth=depth, causal=causal)
 
     def costs(self) -> dict[str, Cost]:
-        """The cost of the whole model, split into embedding, position, attention, cross, feedforward, norm, output."""
+        """The cost of the whole model by place: embedding, position, attention, cross, feedforward, norm, output, …"""
         total: dict[str, Cost] = {}
-        for place_name, _, cost in _costs(self):
+        for place_name, cost in _costs(self):
             name = place_name.rsplit(".", 1)[-1]
             total[name] = total.get(name, Cost()).plus(cost())
         return total
@@ -145,34 +122,78 @@ class ModelConfig:
         return sum(cost.parameters for cost in self.costs().values())
 
 
-def _costs(config: ModelConfig) -> Iterator[tuple[str, Site, Any]]:
-    """Every part of the model: its dotted place, its site, and a function that gives its cost or refuses."""
+def inner(block: AnyBlock, site: Site) -> Site:
+    """The site of a block's position part, which also knows the heads of its attention."""
+    _, key, value = block.attention.cache_shape(site)
+    return replace(site, heads=block.attention.heads, head=key, value=value)
+
+
+def sharing(stack: Stack, site: Site) -> list[int]:
+    """For every layer the first one whose position module it uses: its own, or that of equal options before it."""
+
+    def same(one: AnyBlock, other: AnyBlock) -> bool:
+        if one.position != other.position or one.position.scope == "layer":
+            return False
+        return one.position.scope == "stack" or _heads(one, site) == _heads(other, site)
+
+    blocks, found = stack.blocks(), list[int]()
+    for layer, block in enumerate(blocks):
+        found.append(next((other for other in found if same(blocks[other], block)), layer))
+    return found
+
+
+def _heads(block: AnyBlock, site: Site) -> tuple[int, ...]:
+    try:
+        return (block.attention.heads, *block.attention.cache_shape(site)[1:])
+    except ConfigError:  # the attention itself says what is wrong with it
+        return ()
+
+
+def _costs(config: ModelConfig) -> Iterator[tuple[str, Callable[[], Cost]]]:
+    """Every part of the model: its dotted place, and a function that gives its cost or refuses."""
     top = config.site()
-    yield "embedding", top, lambda: config.embedding.cost(top)
+    yield "embedding", lambda: config.embedding.cost(top, tied=False)
+    if config.family == "encoder-decoder":
+        yield "embedding", lambda: config.embedding.cost(top, tied=config.one_input)
     for side, causal in (("encoder", False), ("decoder", True)):
         stack = getattr(config, side)
-        if not isinstance(stack, Stack):
-            continue
-        names = stack.pattern or ("",)
-        seen: list[Position] = []
-        for layer, block in enumerate(stack.blocks()):
-            name = names[layer % len(names)]
-            prefix = f"{side}.variants.{name}" if name else f"{side}.block"
-            site = config.site(layer=layer, depth=stack.layers, causal=causal)
-            if block.position not in seen:
-                seen.append(block.position)
-                yield f"{prefix}.position", site, lambda b=block, s=site: b.position.cost(b.inner(s))
-            for part, cost in block.costs(site):
-                yield f"{prefix}.{part}", site, cost
-        yield f"{side}.block.norm", top, lambda s=stack: s.block.residual.final_cost(top, s.block.norm)
-    tied = config.embedding.tie == "output"
-    yield "output", top, lambda: config.output.cost(top, tied=tied)
+        if isinstance(stack, Stack):
+            yield from _side_costs(config, stack, side, causal)
+    yield "output", lambda: config.output.cost(top, tied=config.tied)
+    sentence = config.sentence
+    if not isinstance(sentence, NoPart):
+        yield "sentence", lambda: sentence.cost(top)
+    boundary = config.boundary
+    if not isinstance(boundary, NoPart):
+        yield "boundary", lambda: boundary.cost(top)
+
+
+def _side_costs(config: ModelConfig, stack: Stack, side: str, causal: bool) -> Iterator[tuple[str, Callable[[], Cost]]]:
+    names, shared = stack.pattern or ("",), sharing(stack, config.site())
+    for layer, block in enumerate(stack.blocks()):
+        name = names[layer % len(names)]
+        prefix = f"{side}.variants.{name}" if name else f"{side}.block"
+        site = config.site(layer=layer, depth=stack.layers, causal=causal)
+        if shared[layer] == layer:
+            yield f"{prefix}.position", partial(_position_cost, block, site)
+        for part, cost in block.costs(site):
+            second = side == "decoder" and config.share == "stacks" and part in SHARED
+            yield f"{prefix}.{part}", partial(_without_parameters, cost) if second else cost
+    yield f"{side}.block.norm", partial(stack.block.final_cost, config.site())
+
+
+def _without_parameters(cost: Callable[[], Cost]) -> Cost:
+    return cost()._replace(parameters=0)
+
+
+def _position_cost(block: AnyBlock, site: Site) -> Cost:
+    return block.position.cost(inner(block, site))
 
 
 def _refusals(config: ModelConfig) -> None:
     """Ask every part for its cost, so that one that cannot stand where it is says so now, by its dotted key."""
-    errors = list(_misplaced_cross(config))
-    for place_name, _, cost in _costs(config):
+    errors = [*_misplaced_cross(config), *_misplaced_heads(config), *_not_alike(config)]
+    for place_name, cost in _costs(config):
         try:
             cost()
         except ConfigError as error:
@@ -195,3 +216,32 @@ def _misplaced_cross(config: ModelConfig) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"{side}.block.cross: without it the decoder never sees the encoder; set it to multi-head"
             )
+
+
+def _misplaced_heads(config: ModelConfig) -> Iterator[ConfigError]:
+    if config.family == "encoder":
+        return
+    if not isinstance(config.sentence, NoPart):
+        yield ConfigError("sentence: only an encoder's first state has read the whole text; set it to none")
+    if not isinstance(config.boundary, NoPart):
+        yield ConfigError("boundary: only an encoder has read both sides of a span; set it to none")
+
+
+def _not_alike(config: ModelConfig) -> Iterator[ConfigError]:
+    """Two sides can share only what they both have."""
+    if config.share == "none":
+        return
+    if not isinstance(config.encoder, Stack) or not isinstance(config.decoder, Stack):
+        yield ConfigError("share: a model with one side has no second one to share with; set it to none")
+    elif not config.encoder.layers == config.decoder.layers:
+        yield ConfigError(
+            f"share: {config.encoder.layers} layers of the encoder and {config.decoder.layers} of the decoder cannot "
+            "be the same; give both sides as many"
+        )
+    else:
+        for pair in zip(config.encoder.blocks(), config.decoder.blocks(), strict=True):
+            unlike = [part for part in SHARED if getattr(pair[0], part) != getattr(pair[1], part)]
+            if unlike or not all(isinstance(block, Block) for block in pair):
+                part = unlike[0] if unlike else "kind"
+                yield ConfigError(f"share: the blocks of encoder and decoder differ in their {part}; set both alike")
+                return

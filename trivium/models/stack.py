@@ -1,40 +1,42 @@
-"""The blocks of one side, their shared positions and the final norm."""
+"""The blocks of one side, their positions and the final norm."""
 
 # B batch, T tokens, S keys, D width
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from trivium.models.block import StandardBlock
-from trivium.models.config import ModelConfig, Stack
+from trivium.models.block import Around
+from trivium.models.config import ModelConfig, Stack, inner, sharing
 from trivium.parts.cache import Cache, Shape
 from trivium.parts.masks import Mask, Resolved
-from trivium.parts.positions import Position, Positions
+from trivium.parts.positions import Positions
 
 
 class PlainStack(nn.Module):
     """Blocks one after another; layers that name equal position options share one position module."""
 
-    def __init__(self, options: Stack, config: ModelConfig, *, causal: bool, crossed: bool) -> None:
+    def __init__(self, options: Stack, config: ModelConfig, *, causal: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
         self.positions = nn.ModuleList()
-        self.position_of: list[int] = []
         self.cache_shapes: list[Shape] = []
-        known: list[Position] = []
+        self.windows: list[int] = []
+        shared = sharing(options, config.site())
+        own = sorted(set(shared))
+        self.position_of = [own.index(layer) for layer in shared]
         for layer, block in enumerate(options.blocks()):
             site = config.site(layer=layer, depth=options.layers, causal=causal)
-            self.blocks.append(StandardBlock(block, site, replace(site, source=site.width) if crossed else None))
+            self.blocks.append(block.build(site))
             self.cache_shapes.append(block.attention.cache_shape(site))
-            if block.position not in known:
-                known.append(block.position)
-                self.positions.append(block.position.build(block.inner(site)))
-            self.position_of.append(known.index(block.position))
-        self.final = options.block.residual.final(config.site(depth=options.layers), options.block.norm)
+            self.windows.append(block.attention.window)
+            if layer in own:
+                self.positions.append(block.position.build(inner(block, site)))
+        self.final = options.block.final(config.site(depth=options.layers))
+        self.recompute = False  # whether training forgets what is inside a block and computes it again going back
 
     def embed(self, x_BTD: Tensor, at: Tensor) -> Tensor:
         """The input of the first block: each position scheme adds what it has to add."""
@@ -53,17 +55,27 @@ class PlainStack(nn.Module):
     ) -> Tensor:
         """The states after the last block and the final norm; `at` is the position of every token, [1 or B, T]."""
         start = 0 if cache is None else cache.length
-        queries, device = x_BTD.shape[1], x_BTD.device
-        resolved = mask.resolve(queries, start + queries, device)
+        keys_at = at if cache is None else cache.place(at)
+        prepared = [cast(Positions, position).prepare(at, keys_at) for position in self.positions]
         across: Resolved | None = None
         if source is not None:
-            across = (source_mask or Mask()).resolve(queries, source.shape[1], device)
-        prepared = [cast(Positions, position).prepare(at) for position in self.positions]
+            across = (source_mask or Mask()).resolve(x_BTD.shape[1], source.shape[1], x_BTD.device)
+        resolved: dict[tuple[int, int], Resolved] = {}  # once for all layers with the same window and positions
         for layer, block in enumerate(self.blocks):
-            index = self.position_of[layer]
+            window, index = self.windows[layer], self.position_of[layer]
+            position = cast(Positions, self.positions[index])
+            if (window, index) not in resolved:
+                bias = position.bias(prepared[index])
+                resolved[window, index] = mask.within(window).resolve(
+                    x_BTD.shape[1], start + x_BTD.shape[1], x_BTD.device, bias
+                )
             layer_cache = None if cache is None else cache.layers[layer]
-            x_BTD = block(x_BTD, resolved, self.positions[index], prepared[index], layer_cache, start, source, across)
+            here = Around(resolved[window, index], position, prepared[index], layer_cache, start, source, across)
+            if self.recompute and self.training:
+                x_BTD = cast(Tensor, checkpoint(block, x_BTD, here, use_reentrant=False))
+            else:
+                x_BTD = block(x_BTD, here)
         if cache is not None:
-            cache.length += queries
+            cache.length += x_BTD.shape[1]
         result: Tensor = self.final(x_BTD)
         return result

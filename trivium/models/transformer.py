@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError, RequestError
-from trivium.models.config import ModelConfig, Stack
+from trivium.models.config import SHARED, ModelConfig, Stack
 from trivium.models.stack import PlainStack
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache
+from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.linear import Linear, columns
 from trivium.parts.masks import Mask
 from trivium.parts.output import Head
+from trivium.parts.site import NoPart
 
 
 class States(NamedTuple):
@@ -37,11 +39,28 @@ class Transformer(nn.Module):
         self.config = config
         site = config.site()
         self.embedding = config.embedding.build(site)
-        both = config.family == "encoder-decoder"
-        self.encoder = _side(config, config.encoder, causal=False, crossed=False)
-        self.decoder = _side(config, config.decoder, causal=True, crossed=both)
-        tied = self.embedding.weight if config.embedding.tie == "output" else None
-        self.output = config.output.build(site, tied)
+        self.source_embedding: TokenEmbedding | None = None
+        if config.family == "encoder-decoder":
+            self.source_embedding = config.embedding.build(site)
+            if config.one_input:
+                self.source_embedding.weight = self.embedding.weight
+        self.encoder = _side(config, config.encoder, causal=False)
+        self.decoder = _side(config, config.decoder, causal=True)
+        if config.share == "stacks":
+            self._share()
+        self.output = config.output.build(site, self.embedding.weight if config.tied else None)
+        self.sentence = None if isinstance(config.sentence, NoPart) else config.sentence.build(site)
+        self.boundary: nn.Module | None = None
+        if not isinstance(config.boundary, NoPart):
+            self.boundary = config.boundary.build(site, self.embedding.weight)
+
+    def _share(self) -> None:
+        """Give both sides the same modules: one storage, to which both uses add their gradients."""
+        assert self.encoder is not None
+        assert self.decoder is not None
+        for block, other in zip(self.encoder.blocks, self.decoder.blocks, strict=True):
+            for part in SHARED:
+                setattr(other, part, getattr(block, part))
 
     @property
     def head(self) -> Head:
@@ -59,45 +78,89 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
+        prefix: Tensor | None = None,
+        segments: Tensor | None = None,
         cache: Cache | None = None,
         source: Tensor | None = None,
         source_padding: Tensor | None = None,
+        source_positions: Tensor | None = None,
+        source_documents: Tensor | None = None,
     ) -> States:
         """The states of `tokens` [B, T].
 
         `padding` [B, S] is True at real tokens, cached ones included; `positions` [B, T] default to the running
-        index; `documents` [B, S] keeps packed documents apart; `source` is the encoder's input where there are two.
+        index; `documents` [B, S] keeps packed documents apart; the first `prefix` [B] tokens of a decoder see each
+        other; `segments` [B, T] number the parts of an input; `source` is the encoder's input where there are two,
+        read when a cache is new and remembered there. Where it is packed too, a target sees only the document of
+        `source_documents` [B, S] that has its own number.
         """
-        memory: Tensor | None = None
-        if self.encoder is not None and self.decoder is not None:
-            if source is None:
-                raise RequestError("an encoder-decoder needs a source: pass source=")
-            memory = self._run(self.encoder, source, None, Mask(padding=source_padding), None)
-        elif source is not None:
-            raise RequestError(f"a model of the {self.config.family} family takes no source")
+        if source_documents is not None and (documents is None or cache is not None):
+            raise RequestError("packed sources need documents= of the targets too, and no cache")
+        memory, memory_padding = self._memory(source, source_padding, cache, source_positions, source_documents)
         side = cast(PlainStack, self.decoder if self.decoder is not None else self.encoder)
-        mask = Mask(causal=self.decoder is not None, padding=padding, documents=documents)
-        hidden = self._run(side, tokens, positions, mask, cache, memory, Mask(padding=source_padding))
+        mask = Mask(causal=self.decoder is not None, prefix=prefix, padding=padding, documents=documents)
+        running = self._running(0 if cache is None else cache.length, tokens.shape[1], tokens.device)
+        positions = running if positions is None else positions
+        x_BTD = side.embed(self.embedding.enter(tokens, segments), positions)
+        packed = source_documents is not None
+        across = Mask(padding=memory_padding, documents=source_documents, asking=documents if packed else None)
+        hidden = side(self.embedding.leave(x_BTD), positions, mask, cache, memory, across)
         return States(hidden, {})
 
-    def _run(
+    def encode(
         self,
-        side: PlainStack,
-        tokens: Tensor,
-        positions: Tensor | None,
-        mask: Mask,
-        cache: Cache | None,
-        memory: Tensor | None = None,
-        memory_mask: Mask | None = None,
+        source: Tensor,
+        padding: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        start, length = 0 if cache is None else cache.length, tokens.shape[1]
+        """What the decoder of an encoder-decoder reads of its source [B, S]: the encoder's last states [B, S, D]."""
+        assert self.source_embedding is not None
+        assert self.encoder is not None
+        running = self._running(0, source.shape[1], source.device)
+        positions = running if positions is None else positions
+        x_BSD = self.encoder.embed(self.source_embedding.enter(source), positions)
+        mask = Mask(padding=padding, documents=documents)
+        memory: Tensor = self.encoder(self.source_embedding.leave(x_BSD), positions, mask)
+        return memory
+
+    def _memory(
+        self,
+        source: Tensor | None,
+        padding: Tensor | None,
+        cache: Cache | None,
+        positions: Tensor | None,
+        documents: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The encoder's output and its padding, from the cache if it has them already."""
+        if self.source_embedding is None:
+            if source is not None:
+                raise RequestError(f"a model of the {self.config.family} family takes no source")
+            return None, None
+        if cache is not None and cache.memory is not None:
+            return cache.memory, cache.memory_padding
+        if source is None:
+            raise RequestError("an encoder-decoder needs a source: pass source=")
+        memory = self.encode(source, padding, positions, documents)
+        if cache is not None:
+            cache.memory, cache.memory_padding = memory, padding
+        return memory, padding
+
+    def _running(self, start: int, length: int, device: torch.device) -> Tensor:
         if start + length > self.config.context:
             raise RequestError(f"{start + length} tokens are more than the model's context of {self.config.context}")
-        if positions is None:
-            positions = torch.arange(start, start + length, device=tokens.device)[None]
-        x_BTD = side.embed(self.embedding.enter(tokens), positions)
-        result: Tensor = side(self.embedding.leave(x_BTD), positions, mask, cache, memory, memory_mask)
-        return result
+        return torch.arange(start, start + length, device=device)[None]
+
+    @property
+    def recompute(self) -> bool:
+        """Whether training keeps only what goes from block to block and computes the rest again: less memory."""
+        return any(side is not None and side.recompute for side in (self.encoder, self.decoder))
+
+    @recompute.setter
+    def recompute(self, value: bool) -> None:
+        for side in (self.encoder, self.decoder):
+            if side is not None:
+                side.recompute = value
 
     def cache(self, rows: int, longest: int) -> Cache:
         """An empty cache for `rows` sequences of at most `longest` tokens."""
@@ -107,8 +170,8 @@ class Transformer(nn.Module):
         return Cache(rows, longest, self.decoder.cache_shapes, weight.device, weight.dtype)
 
 
-def _side(config: ModelConfig, stack: object, *, causal: bool, crossed: bool) -> PlainStack | None:
-    return PlainStack(stack, config, causal=causal, crossed=crossed) if isinstance(stack, Stack) else None
+def _side(config: ModelConfig, stack: object, *, causal: bool) -> PlainStack | None:
+    return PlainStack(stack, config, causal=causal) if isinstance(stack, Stack) else None
 
 
 def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
@@ -118,7 +181,8 @@ def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "c
             return Transformer(config)
     model = Transformer(config)
     # Drawn on the CPU whatever the device: the same seed gives the same weights everywhere.
-    config.init.apply(model, layers=config.layers, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    config.init.apply(model, width=config.width, layers=config.layers, generator=generator)
     return model.to(device)
 
 

@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,12 @@ from trivium.parts.site import Cost, Site, matrix
 
 
 class Attention(Protocol):
-    """The options of an attention part."""
+    """The options of an attention part; positions inside it ask for its heads, masks for its window."""
 
+    @property
+    def heads(self) -> int: ...
+    @property
+    def window(self) -> int: ...
     def build(self, site: Site) -> nn.Module: ...
     def cost(self, site: Site) -> Cost: ...
     def head_size(self, site: Site) -> int: ...
@@ -39,16 +43,18 @@ class MultiHead:
 
     heads: int = 4
     groups: int = 0  # key/value heads; 0 means as many as heads, 1 is multi-query
-    head: int = 0  # size of one head; 0 means width / heads
-    bias: Literal["all", "none"] = "none"
+    head: int = 0  # size of a query or key in one head; 0 means width / heads
+    value: int = 0  # size of a value in one head; 0 means as a key
+    bias: Literal["all", "inputs", "none"] = "none"  # inputs: of queries, keys and values but not of the output
     norm: Literal["none", "rms"] = "none"  # on queries and keys, before rotation (QK-norm)
+    scale: Literal["root", "none"] = "root"  # of the scores: 1 / sqrt(head), or 1 as in T5
+    window: int = 0  # only the last so many tokens are seen, itself counted; 0 means all
     dropout: float = 0.0  # of the attention weights
 
     def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise ConfigError(f"heads: {self.heads} is less than 1")
-        at_least("head", self.head, 0)
-        at_least("groups", self.groups, 0)
+        at_least("heads", self.heads, 1)
+        for name in ("head", "value", "groups", "window"):
+            at_least(name, getattr(self, name), 0)
         if self.groups and self.heads % self.groups:
             raise ConfigError(f"groups: {self.heads} heads cannot share {self.groups} groups evenly")
         fraction("dropout", self.dropout)
@@ -64,17 +70,21 @@ class MultiHead:
 
     def cache_shape(self, site: Site) -> Shape:
         size = self.head_size(site)
-        return Shape(self.groups or self.heads, size, size)
+        return Shape(self.groups or self.heads, size, self.value or size)
 
     def build(self, site: Site) -> nn.Module:
         return MultiHeadAttention(self, site)
 
     def cost(self, site: Site) -> Cost:
-        size, groups, source = self.head_size(site), self.groups or self.heads, site.source or site.width
-        bias = self.bias == "all"
-        total = matrix(site.width, self.heads * size, bias=bias).plus(matrix(self.heads * size, site.width, bias=bias))
-        total = total.plus(matrix(source, groups * size, bias=bias)).plus(matrix(source, groups * size, bias=bias))
-        products = 2 * site.context * self.heads * (size + size)  # not halved for causality
+        groups, size, value = self.cache_shape(site)
+        source, inputs = site.source or site.width, self.bias != "none"
+        if site.source and self.window:
+            raise ConfigError(f"window: {self.window} has no meaning across two texts; set it to 0")
+        total = matrix(site.width, self.heads * size, bias=inputs)
+        total = total.plus(matrix(source, groups * size, bias=inputs)).plus(matrix(source, groups * value, bias=inputs))
+        total = total.plus(matrix(self.heads * value, site.width, bias=self.bias == "all"))
+        seen = min(site.context, self.window or site.context)
+        products = 2 * seen * self.heads * (size + value)  # not halved for causality
         return total.plus(Cost(2 * size if self.norm == "rms" else 0, products))
 
 
@@ -86,23 +96,23 @@ class Packed(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    heads: list[int]
+    sizes: list[int]
     places: list[int]
 
 
 class MultiHeadAttention(nn.Module):
     def __init__(self, options: MultiHead, site: Site) -> None:
         super().__init__()
-        size, groups = options.head_size(site), options.groups or options.heads
-        source, bias = site.source or site.width, options.bias == "all"
-        self.size = size
+        groups, size, value = options.cache_shape(site)
+        source, bias = site.source or site.width, options.bias != "none"
+        self.size, self.value_size = size, value
         self.dropout = options.dropout
-        self.grouped = groups != options.heads
-        self.scale = 1 / math.sqrt(size)
-        self.query = Linear(site.width, options.heads * size, bias=bias, role="query")
+        self.groups, self.grouped = groups, groups != options.heads
+        self.scale = 1 / math.sqrt(size) if options.scale == "root" else 1.0
+        self.query = Linear(site.width, options.heads * size, bias=bias, role="query", head=size)
         self.key = Linear(source, groups * size, bias=bias, role="key")
-        self.value = Linear(source, groups * size, bias=bias, role="value")
-        self.out = Linear(options.heads * size, site.width, bias=bias, role="attention-out")
+        self.value = Linear(source, groups * value, bias=bias, role="value")
+        self.out = Linear(options.heads * value, site.width, bias=options.bias == "all", role="attention-out")
         self.query_norm = RMSNormed(size, 1e-6) if options.norm == "rms" else None
         self.key_norm = RMSNormed(size, 1e-6) if options.norm == "rms" else None
         self.packed: Packed | None = None
@@ -112,45 +122,102 @@ class MultiHeadAttention(nn.Module):
         x_BTD: Tensor,
         mask: Resolved,
         position: Positions,
-        prepared: Tensor | None,
+        prepared: Any,
         cache: LayerCache | None = None,
         start: int = 0,
         source_BSD: Tensor | None = None,
     ) -> Tensor:
-        """Attend from `x` to itself (and the cache up to `start`), or to `source` if one is given."""
-        query_BHTE, key_BGSE, value_BGSE = self._project(x_BTD, source_BSD)
-        dtype = query_BHTE.dtype
-        plain = dtype == torch.bfloat16 and query_BHTE.device.type == "cpu" and torch.is_grad_enabled()
-        if plain:  # on the CPU the backward pass of attention takes twice as long in bfloat16
+        """Attend from `x` to itself and the cache up to `start`, or to `source` if one is given."""
+        if source_BSD is not None:
+            return self._across(x_BTD, source_BSD, mask, cache)
+        query_BHTE, key_BGSE, value_BGSE = self._project(x_BTD)
+        dtype, plain = query_BHTE.dtype, _slow(query_BHTE)
+        if plain:
             query_BHTE, key_BGSE, value_BGSE = query_BHTE.float(), key_BGSE.float(), value_BGSE.float()
-        if self.query_norm is not None and self.key_norm is not None:
-            query_BHTE, key_BGSE = self.query_norm(query_BHTE), self.key_norm(key_BGSE)
-        if source_BSD is None:
-            query_BHTE = position.rotate(query_BHTE, prepared)
-            key_BGSE = position.rotate(key_BGSE, prepared)
+        query_BHTE = position.rotate(self._normed(query_BHTE, self.query_norm), prepared)
+        key_BGSE = position.rotate(self._normed(key_BGSE, self.key_norm), prepared)
         if cache is not None:
             key_BGSE, value_BGSE = cache.append(key_BGSE, value_BGSE, start)
         with torch.autocast("cpu", enabled=False) if plain else contextlib.nullcontext():
-            mixed_BHTE = F.scaled_dot_product_attention(
-                query_BHTE,
-                key_BGSE,
-                value_BGSE,
-                attn_mask=mask.dense,
-                is_causal=mask.is_causal,
-                dropout_p=self.dropout if self.training else 0.0,
-                scale=self.scale,
-                enable_gqa=self.grouped,
-            )
+            mixed_BHTE = self._attend(query_BHTE, key_BGSE, value_BGSE, mask, position, prepared)
         result: Tensor = self.out(mixed_BHTE.to(dtype).transpose(1, 2).flatten(2))
         return result
 
-    def _project(self, x_BTD: Tensor, source_BSD: Tensor | None) -> Sequence[Tensor]:
+    def _across(self, x_BTD: Tensor, source_BSD: Tensor, mask: Resolved, cache: LayerCache | None) -> Tensor:
+        """Attend from `x` to a source, without positions; with a cache its keys and values are computed once."""
+        query_BHTE = self._normed(self._split(self.query(x_BTD), self.size), self.query_norm)
+        if cache is not None and cache.across is not None:
+            key_BGSE, value_BGSE = cache.across
+        else:
+            key_BGSE = self._normed(self._split(self.key(source_BSD), self.size), self.key_norm)
+            value_BGSE = self._split(self.value(source_BSD), self.value_size)
+            if cache is not None:
+                cache.across = (key_BGSE, value_BGSE)
+        dtype, plain = query_BHTE.dtype, _slow(query_BHTE)
+        if plain:
+            query_BHTE, key_BGSE, value_BGSE = query_BHTE.float(), key_BGSE.float(), value_BGSE.float()
+        with torch.autocast("cpu", enabled=False) if plain else contextlib.nullcontext():
+            mixed_BHTE = self._sdpa(query_BHTE, key_BGSE, value_BGSE, mask)
+        result: Tensor = self.out(mixed_BHTE.to(dtype).transpose(1, 2).flatten(2))
+        return result
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Resolved, position: Positions, prepared: Any
+    ) -> Tensor:
+        """The mixed values; a position scheme may add to the scores of each query, and to the values themselves."""
+        score_BHTS = position.score(query, prepared)
+        if score_BHTS is not None:
+            mask = _added(mask, score_BHTS * self.scale)
+        if not position.values:
+            return self._sdpa(query, key, value, mask)
+        weights_BHTS = F.dropout(
+            self._weights(query, key, mask), self.dropout if self.training else 0.0, training=self.training
+        )
+        if self.grouped:
+            value = value.repeat_interleave(query.shape[1] // self.groups, dim=1)
+        mixed_BHTE = weights_BHTS @ value
+        extra_BHTE = position.value(weights_BHTS, prepared)
+        return mixed_BHTE if extra_BHTE is None else mixed_BHTE + extra_BHTE
+
+    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Resolved) -> Tensor:
+        dense = mask.dense
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=dense.to(query.dtype) if dense is not None and dense.is_floating_point() else dense,
+            is_causal=mask.is_causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=self.grouped,
+        )
+
+    def _weights(self, query: Tensor, key: Tensor, mask: Resolved) -> Tensor:
+        """Who looks at whom, [B, H, T, S]; zeros for a query that may see nothing."""
+        if self.grouped:
+            key = key.repeat_interleave(query.shape[1] // self.groups, dim=1)
+        dense = mask.dense
+        if mask.is_causal:
+            dense = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        # softmax in float32: half precision loses the tails
+        scores_BHTS = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * self.scale
+        if dense is not None and dense.is_floating_point():
+            scores_BHTS, dense = scores_BHTS + dense, dense > float("-inf")
+        if dense is None:
+            return scores_BHTS.softmax(-1).to(query.dtype)
+        lowest = torch.finfo(scores_BHTS.dtype).min  # not -inf: a row of those would make a gradient of NaN
+        weights_BHTS = scores_BHTS.masked_fill(~dense, lowest).softmax(-1).masked_fill(~dense, 0.0)
+        return weights_BHTS.to(query.dtype)
+
+    def _project(self, x_BTD: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values by heads, in one product where the weights lie packed and no gradient is wanted."""
-        one = self.packed if source_BSD is None and not torch.is_grad_enabled() else None
+        one = self.packed if not torch.is_grad_enabled() else None
         if one is not None and one.places == self._places():  # else somebody has put other weights in their place
-            return torch.split(self._split(product(x_BTD, one.weight, one.bias)), one.heads, dim=1)
-        memory = x_BTD if source_BSD is None else source_BSD
-        return self._split(self.query(x_BTD)), self._split(self.key(memory)), self._split(self.value(memory))
+            parts = torch.split(product(x_BTD, one.weight, one.bias), one.sizes, dim=-1)
+        else:
+            parts = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
+        sizes = (self.size, self.size, self.value_size)
+        return [self._split(part, size) for part, size in zip(parts, sizes, strict=True)]
 
     def pack(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""
@@ -166,7 +233,7 @@ class MultiHeadAttention(nn.Module):
             bias = torch.cat([layer.bias.detach() for layer in layers])
             for layer, part in zip(layers, torch.split(bias, sizes), strict=True):
                 layer.bias.data = part
-        self.packed = Packed(weight, bias, [size // self.size for size in sizes], self._places())
+        self.packed = Packed(weight, bias, sizes, self._places())
 
     def _places(self) -> list[int]:
         """Where the weights lie: the same storage sees every change in place, another one is not packed."""
@@ -174,6 +241,25 @@ class MultiHeadAttention(nn.Module):
         weights = [layer.weight.data_ptr() for layer in layers]
         return weights if self.query.bias is None else weights + [layer.bias.data_ptr() for layer in layers]
 
-    def _split(self, x: Tensor) -> Tensor:
+    def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        return x if norm is None else norm(x)
+
+    def _split(self, x: Tensor, size: int) -> Tensor:
         rows, length, _ = x.shape
-        return x.view(rows, length, -1, self.size).transpose(1, 2)
+        return x.view(rows, length, -1, size).transpose(1, 2)
+
+
+def _slow(x: Tensor) -> bool:
+    """Whether float32 is the faster way: on the CPU attention's backward pass takes twice as long in bfloat16."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_grad_enabled()
+
+
+def _added(mask: Resolved, scores_BHTS: Tensor) -> Resolved:
+    """The mask with something added to the scores of what may be seen."""
+    dense = mask.dense
+    if mask.is_causal:
+        dense = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).tril()
+    if dense is None:
+        return Resolved(scores_BHTS, False)
+    added = scores_BHTS + dense if dense.is_floating_point() else scores_BHTS.masked_fill(~dense, float("-inf"))
+    return Resolved(added, False)

@@ -1,58 +1,86 @@
 """From ids to vectors (spec: architecture §5)."""
 
+# B batch, T tokens, D width
+
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import fraction
+from trivium.config import at_least, fraction, place
+from trivium.errors import RequestError
 from trivium.parts.dropout import dropout
-from trivium.parts.site import Cost, Site
+from trivium.parts.norms import NORMS, Norm
+from trivium.parts.site import Cost, NoPart, Site
+
+# Which of the three matrices are one: the encoder's input, the decoder's input, the output. A model with one side has
+# only two of them, so that `all` and `output` say the same there, and so do `inputs` and `none`.
+Tie = Literal["all", "inputs", "output", "none"]
 
 
 class Embedding(Protocol):
-    """The options of an embedding; `tie` says whether the output reads the same matrix."""
+    """The options of an embedding; `tie` says which other matrices are the same."""
 
     @property
-    def tie(self) -> Literal["output", "none"]: ...
+    def tie(self) -> Tie: ...
     def build(self, site: Site) -> TokenEmbedding: ...
-    def cost(self, site: Site) -> Cost: ...
+    def cost(self, site: Site, *, tied: bool) -> Cost: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """One vector per id; positions are added by the stack, then dropout."""
+    """One vector per id (and per segment), positions added by the stack, then a norm if there is one, then dropout."""
 
-    tie: Literal["output", "none"] = "output"
+    tie: Tie = "all"
+    scale: Literal["none", "root"] = "none"  # root: times sqrt(width), before positions are added (Vaswani, Marian)
+    segments: int = 0  # kinds of segment, each with a vector of its own (BERT has 2)
+    norm: Norm | NoPart = place({"none": NoPart, **NORMS}, NoPart())
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        at_least("segments", self.segments, 0)
         fraction("dropout", self.dropout)
 
     def build(self, site: Site) -> TokenEmbedding:
-        return TokenEmbedding(site.vocab, site.width, self.dropout)
+        return TokenEmbedding(self, site)
 
-    def cost(self, site: Site) -> Cost:
-        return Cost(site.vocab * site.width)
+    def cost(self, site: Site, *, tied: bool) -> Cost:
+        """`tied` where the table of tokens belongs to the other side and is counted there."""
+        norm = Cost() if isinstance(self.norm, NoPart) else self.norm.cost(site)
+        return Cost((0 if tied else site.vocab * site.width) + self.segments * site.width).plus(norm)
 
 
 EMBEDDINGS: dict[str, type[Embedding]] = {"tokens": Tokens}
 
 
 class TokenEmbedding(nn.Module):
-    def __init__(self, vocab: int, width: int, rate: float) -> None:
+    tables = {"weight": "embedding", "segments": "embedding"}  # noqa: RUF012 - read by init and optimizers, never written
+
+    def __init__(self, options: Tokens, site: Site) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, width))
-        self.dropout = rate
+        self.weight = nn.Parameter(torch.empty(site.vocab, site.width))
+        self.segments = nn.Parameter(torch.empty(options.segments, site.width)) if options.segments else None
+        self.norm = None if isinstance(options.norm, NoPart) else options.norm.build(site)
+        self.scale = math.sqrt(site.width) if options.scale == "root" else 1.0
+        self.dropout = options.dropout
 
-    def enter(self, tokens: Tensor) -> Tensor:
-        """The vectors of these ids, before positions."""
-        return F.embedding(tokens, self.weight)
+    def enter(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+        """The vectors of these ids, before positions; without `segments` all tokens are of segment 0."""
+        x_BTD = F.embedding(tokens_BT, self.weight)
+        if self.scale != 1.0:
+            x_BTD = x_BTD * self.scale
+        if self.segments is None:
+            if segments_BT is not None:
+                raise RequestError("this model has no segments: leave segments= out")
+            return x_BTD
+        return x_BTD + (self.segments[0] if segments_BT is None else F.embedding(segments_BT, self.segments))
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave(self, x_BTD: Tensor) -> Tensor:
         """What the first block reads: after positions were added."""
-        return dropout(x, self.dropout, self.training)
+        x_BTD = x_BTD if self.norm is None else cast(Tensor, self.norm(x_BTD))
+        return dropout(x_BTD, self.dropout, self.training)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,7 +17,9 @@ from trivium.parts.kernels.eager import SquaredRelu, wanted
 from trivium.parts.linear import Linear
 from trivium.parts.site import Cost, Site, matrix
 
-Activation = Literal["relu", "gelu", "gelu-tanh", "silu", "relu2"]
+Activation = Literal[
+    "relu", "gelu", "gelu-tanh", "silu", "relu2", "elu", "selu", "sigmoid", "tanh", "softplus", "identity"
+]
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -31,6 +34,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),  # GPT-1/2, T5 v1.1; differs by up to 4.7e-4
     "silu": F.silu,
     "relu2": squared_relu,
+    "elu": F.elu,
+    "selu": F.selu,
+    "sigmoid": torch.sigmoid,  # as a gate: the original GLU
+    "tanh": torch.tanh,
+    "softplus": F.softplus,
+    "identity": lambda x: x,  # as a gate: bilinear, LiGLU
 }
 
 
@@ -66,7 +75,7 @@ class Mlp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Glu:
-    """A gated network: `(act(x W_gate) * x W_up) W_down`; SiLU makes it SwiGLU."""
+    """A gated network: `(act(x W_gate) * x W_up) W_down`; SiLU makes it SwiGLU, GELU GeGLU, a sigmoid the first GLU."""
 
     hidden: int = 0  # 0 means LLaMA's rule: 8/3 x width, rounded up to a multiple
     multiple: int = 256

@@ -1,37 +1,40 @@
-"""How a new model's weights are drawn (spec: architecture §1.2, §3), by the role of each layer."""
+"""How a new model's weights are drawn (spec: architecture §1.2, §3), by the role of each layer and table."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trivium.config import at_least
-from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.linear import WRITERS, Linear
-from trivium.parts.positions import LearnedPositions
 
 
 class Init(Protocol):
-    """The options of an initialisation: fills every weight of a model in place."""
+    """The options of an initialisation: fills every matrix and table of a model in place.
 
-    def apply(self, model: nn.Module, *, layers: int, generator: torch.Generator) -> None: ...
+    Matrices are the package's `Linear` layers; tables are what a module names in its attribute `tables`. Whatever else
+    a part has (gains, slopes, scalars) keeps the value that its constructor gave it.
+    """
+
+    def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpt:
-    """Every matrix and table from N(0, std), biases zero: GPT-1, LLaMA."""
+    """Every matrix and table from N(0, std), biases zero: GPT-1, BERT, LLaMA."""
 
     std: float = 0.02
 
     def __post_init__(self) -> None:
         at_least("std", self.std, 0)
 
-    def apply(self, model: nn.Module, *, layers: int, generator: torch.Generator) -> None:
-        _fill(model, generator, table=self.std, matrix=lambda layer: self.std)
+    def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
+        _fill(model, generator, table=lambda kind: self.std, matrix=_normal(lambda layer: self.std))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +46,10 @@ class Gpt2:
     def __post_init__(self) -> None:
         at_least("std", self.std, 0)
 
-    def apply(self, model: nn.Module, *, layers: int, generator: torch.Generator) -> None:
+    def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
         scaled = self.std / math.sqrt(2 * layers)
-        _fill(model, generator, table=self.std, matrix=lambda layer: scaled if layer.role in WRITERS else self.std)
+        deviation = _normal(lambda layer: scaled if layer.role in WRITERS else self.std)
+        _fill(model, generator, table=lambda kind: self.std, matrix=deviation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,35 +63,70 @@ class FanIn:
         at_least("gain", self.gain, 0)
         at_least("table", self.table, 0)
 
-    def apply(self, model: nn.Module, *, layers: int, generator: torch.Generator) -> None:
+    def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
         def deviation(layer: Linear) -> float:
             return 0.0 if layer.role in WRITERS else self.gain / math.sqrt(layer.in_features)
 
-        _fill(model, generator, table=self.table, matrix=deviation)
+        _fill(model, generator, table=lambda kind: self.table, matrix=_normal(deviation))
 
 
-INITS: dict[str, type[Init]] = {"gpt": Gpt, "gpt2": Gpt2, "fan-in": FanIn}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Xavier:
+    """Matrices uniform within sqrt(6 / (inputs + outputs)), tables from N(0, 1/sqrt(width)): Vaswani.
+
+    With embeddings multiplied by sqrt(width) a token then has the size of its sinusoid.
+    """
+
+    def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
+        def draw(layer: Linear, generator: torch.Generator) -> None:
+            bound = math.sqrt(6 / (layer.in_features + layer.out_features))
+            layer.weight.uniform_(-bound, bound, generator=generator)
+
+        _fill(model, generator, table=lambda kind: width**-0.5, matrix=draw)
 
 
-class _Deviation(Protocol):
-    def __call__(self, layer: Linear) -> float: ...
+@dataclass(frozen=True, kw_only=True, slots=True)
+class T5:
+    """Matrices from N(0, 1/sqrt(inputs)), queries divided by sqrt(head) too, since T5 does not scale its scores.
+
+    Tokens come from N(0, 1), relative biases from N(0, 1/sqrt(width)). An output matrix of its own counts as a
+    matrix: drawn as the tokens are, logits would start with a spread of sqrt(width).
+    """
+
+    def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
+        def deviation(layer: Linear) -> float:
+            return 1 / math.sqrt(layer.in_features * (layer.head or 1))
+
+        def table(kind: str) -> float:
+            return 1.0 if kind == "embedding" else width**-0.5
+
+        _fill(model, generator, table=table, matrix=_normal(deviation))
 
 
-def _fill(model: nn.Module, generator: torch.Generator, *, table: float, matrix: _Deviation) -> None:
+INITS: dict[str, type[Init]] = {"gpt": Gpt, "gpt2": Gpt2, "fan-in": FanIn, "xavier": Xavier, "t5": T5}
+
+_Draw = Callable[[Linear, torch.Generator], object]
+
+
+def _normal(deviation: Callable[[Linear], float]) -> _Draw:
+    def draw(layer: Linear, generator: torch.Generator) -> Tensor:
+        std = deviation(layer)
+        return layer.weight.normal_(0, std, generator=generator) if std else layer.weight.zero_()
+
+    return draw
+
+
+def _fill(model: nn.Module, generator: torch.Generator, *, table: Callable[[str], float], matrix: _Draw) -> None:
     done: set[int] = set()  # a tied matrix is drawn once, as the embedding it belongs to
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, TokenEmbedding):
-                module.weight.normal_(0, table, generator=generator)
-                done.add(id(module.weight))
-            elif isinstance(module, LearnedPositions):
-                module.table.normal_(0, table, generator=generator)
-            elif isinstance(module, Linear):
+            for name, kind in getattr(module, "tables", {}).items():
+                weight = getattr(module, name)
+                if weight is not None and id(weight) not in done:
+                    weight.normal_(0, table(kind), generator=generator)
+                    done.add(id(weight))
+            if isinstance(module, Linear):
                 if id(module.weight) not in done:
-                    std = matrix(module)
-                    if std:
-                        module.weight.normal_(0, std, generator=generator)
-                    else:
-                        module.weight.zero_()
+                    matrix(module, generator)
                 if module.bias is not None:
                     module.bias.zero_()

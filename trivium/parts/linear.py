@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "head"]
+Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "transform", "pooler", "head"]
 
 # Layers that write into the residual stream: GPT-2 scales their init by depth.
 WRITERS: frozenset[Role] = frozenset({"attention-out", "down"})
@@ -17,9 +17,10 @@ WRITERS: frozenset[Role] = frozenset({"attention-out", "down"})
 class Linear(nn.Linear):
     """`nn.Linear` with a role and without a draw of its own: the model's init part fills every weight."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, role: Role) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, role: Role, head: int = 0) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.role: Role = role
+        self.head = head  # the size of one head where the outputs are queries: T5 folds its scale into their init
 
     def reset_parameters(self) -> None:
         """Nothing: `init` decides, once, for the whole model."""

@@ -4,15 +4,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.config import place
 from trivium.errors import ConfigError
+from trivium.parts.feedforward import ACTIVATIONS, Activation
 from trivium.parts.linear import Linear
+from trivium.parts.norms import NORMS, LayerNorm, Norm
 from trivium.parts.site import Cost, Site, matrix
 
 IGNORED = -100  # a label that does not count
@@ -34,7 +38,7 @@ class Head(Protocol):
     """What every output module can do with hidden states."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
-    def nll(self, hidden: Tensor, labels: Tensor) -> Tensor: ...
+    def nll(self, hidden: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,43 +46,97 @@ class Softmax:
     """One matrix and a softmax over the vocabulary; `cap` > 0 bounds logits by `cap * tanh(logits / cap)`."""
 
     cap: float = 0.0
+    scale: Literal["none", "root"] = "none"  # root: states divided by sqrt(width) before the matrix (T5 when tied)
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if self.cap < 0:
             raise ConfigError(f"cap: {self.cap} is negative; 0 means no cap")
 
     def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module:
-        return SoftmaxOutput(site.vocab, site.width, self.cap, tied)
+        return SoftmaxOutput(self, site, tied)
 
     def cost(self, site: Site, *, tied: bool) -> Cost:
         whole = matrix(site.width, site.vocab)
-        return Cost(0 if tied else whole.parameters, whole.flops)
+        return Cost((0 if tied else whole.parameters) + (site.vocab if self.bias else 0), whole.flops)
 
 
-OUTPUTS: dict[str, type[Output]] = {"softmax": Softmax}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedHead:
+    """BERT's head: a linear layer, an activation and a norm before the matrix over the vocabulary and its bias."""
+
+    activation: Activation = "gelu"
+    norm: Norm = place(NORMS, LayerNorm(eps=1e-12))
+
+    def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module:
+        return MaskedOutput(self, site, tied)
+
+    def cost(self, site: Site, *, tied: bool) -> Cost:
+        inner = matrix(site.width, site.width, bias=True).plus(self.norm.cost(site))
+        return inner.plus(Softmax(bias=True).cost(site, tied=tied))
+
+
+OUTPUTS: dict[str, type[Output]] = {"softmax": Softmax, "masked": MaskedHead}
 
 
 class SoftmaxOutput(nn.Module):
-    def __init__(self, vocab: int, width: int, cap: float, tied: nn.Parameter | None) -> None:
+    def __init__(self, options: Softmax, site: Site, tied: nn.Parameter | None) -> None:
         super().__init__()
-        self.cap = cap
-        self.project = Linear(width, vocab, bias=False, role="head")
-        if tied is not None:
-            self.project.weight = tied  # one storage: both uses add to its gradient, and it is saved once
+        self.cap = options.cap
+        self.scale = site.width**-0.5 if options.scale == "root" else 1.0
+        self.project = _projection(site, tied, bias=options.bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The scores of every id, in the dtype of the model."""
+        if self.scale != 1.0:
+            hidden = hidden * self.scale
         result: Tensor = self.project(hidden)
         return self.cap * torch.tanh(result / self.cap) if self.cap else result
 
-    def nll(self, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
-        """The negative log-likelihood of each label in nats, float32; exactly 0 where the label is ignored."""
-        rows = _CHUNK // self.project.out_features
-        if hidden_ND.device.type != "cpu" or not _LEAST <= rows < len(labels_N):
-            return self._nll(hidden_ND, labels_N)
-        pairs = zip(torch.split(hidden_ND, rows), torch.split(labels_N, rows), strict=True)
-        return torch.cat([self._nll(hidden, labels) for hidden, labels in pairs])
+    def nll(self, hidden_ND: Tensor, labels_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """The negative log-likelihood of each label in nats, float32; exactly 0 where the label is ignored.
 
-    def _nll(self, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
-        logits_NV = self.logits(hidden_ND).float()
-        return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="none")
+        With `smoothing` that share of each label's probability is spread evenly over all ids, the label among them.
+        """
+        return _chunked(self.logits, self.project.out_features, hidden_ND, labels_N, smoothing)
+
+
+class MaskedOutput(nn.Module):
+    def __init__(self, options: MaskedHead, site: Site, tied: nn.Parameter | None) -> None:
+        super().__init__()
+        self.transform = Linear(site.width, site.width, bias=True, role="transform")
+        self.activation = ACTIVATIONS[options.activation]
+        self.norm = options.norm.build(site)
+        self.project = _projection(site, tied, bias=True)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The scores of every id, in the dtype of the model."""
+        result: Tensor = self.project(self.norm(self.activation(self.transform(hidden))))
+        return result
+
+    def nll(self, hidden_ND: Tensor, labels_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """As that of the softmax."""
+        return _chunked(self.logits, self.project.out_features, hidden_ND, labels_N, smoothing)
+
+
+def _projection(site: Site, tied: nn.Parameter | None, *, bias: bool) -> Linear:
+    project = Linear(site.width, site.vocab, bias=bias, role="head")
+    if tied is not None:
+        project.weight = tied  # one storage: both uses add to its gradient, and it is saved once
+    return project
+
+
+def _chunked(
+    logits: Callable[[Tensor], Tensor], vocab: int, hidden_ND: Tensor, labels_N: Tensor, smoothing: float
+) -> Tensor:
+    """The loss of each label; on the CPU some rows at a time."""
+
+    def nll(hidden: Tensor, labels: Tensor) -> Tensor:
+        scores = logits(hidden).float()
+        return F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+
+    rows = _CHUNK // vocab
+    if hidden_ND.device.type != "cpu" or not _LEAST <= rows < len(labels_N):
+        return nll(hidden_ND, labels_N)
+    pairs = zip(torch.split(hidden_ND, rows), torch.split(labels_N, rows), strict=True)
+    return torch.cat([nll(hidden, labels) for hidden, labels in pairs])

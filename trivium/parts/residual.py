@@ -62,7 +62,24 @@ class Post:
         return Cost()
 
 
-RESIDUALS: dict[str, type[Residual]] = {"pre": Pre, "post": Post}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sandwich:
+    """`x + norm(drop(F(norm(x))))` and one norm after the stack: CogView, Gemma 2."""
+
+    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
+        return SandwichConnection(norm.build(site), norm.build(site), rate)
+
+    def final(self, site: Site, norm: Norm) -> nn.Module:
+        return norm.build(site)
+
+    def cost(self, site: Site, norm: Norm) -> Cost:
+        return norm.cost(site).plus(norm.cost(site))
+
+    def final_cost(self, site: Site, norm: Norm) -> Cost:
+        return norm.cost(site)
+
+
+RESIDUALS: dict[str, type[Residual]] = {"pre": Pre, "post": Post, "sandwich": Sandwich}
 
 
 class PreConnection(nn.Module):
@@ -90,4 +107,20 @@ class PostConnection(nn.Module):
 
     def leave(self, x: Tensor, y: Tensor) -> Tensor:
         result: Tensor = self.norm(x + dropout(y, self.dropout, self.training))
+        return result
+
+
+class SandwichConnection(nn.Module):
+    def __init__(self, before: nn.Module, after: nn.Module, rate: float) -> None:
+        super().__init__()
+        self.norm = before
+        self.after = after
+        self.dropout = rate
+
+    def enter(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(x)
+        return result
+
+    def leave(self, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = x + self.after(dropout(y, self.dropout, self.training))
         return result

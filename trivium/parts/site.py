@@ -17,7 +17,14 @@ class Site:
     depth: int = 1  # layers in this stack
     causal: bool = True
     source: int = 0  # the width that keys and values come from; 0 unless this is cross-attention
-    head: int = 0  # E, the size of one head, for positions that act inside attention
+    heads: int = 0  # H, the query heads; this and the two sizes are for positions that act inside attention
+    head: int = 0  # E, the size of a query or key in one head
+    value: int = 0  # the size of a value in one head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoPart:
+    """An empty place."""
 
 
 class Cost(NamedTuple):

@@ -1,0 +1,130 @@
+"""Positions that are added to the embeddings: none, a sinusoid, a trained table (spec: architecture §2.1-2.3)."""
+
+# B batch (1 where all rows agree), T tokens, D width, n positions
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trivium.config import at_least
+from trivium.errors import ConfigError, RequestError
+from trivium.parts.positions.base import Computed, Positions, Scope
+from trivium.parts.site import Cost, Site
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoPositions:
+    """No signal at all: a causal decoder can still count, an encoder sees a bag."""
+
+    @property
+    def scope(self) -> Scope:
+        return "stack"
+
+    def build(self, site: Site) -> Positions:
+        return Positions()
+
+    def cost(self, site: Site) -> Cost:
+        return Cost()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sinusoidal:
+    """Sines and cosines of the position at wavelengths from 2π to 20,000π; nothing is trained."""
+
+    layout: Literal["interleaved", "halves"] = "interleaved"  # the paper and XLM; tensor2tensor and Marian use halves
+    spacing: Literal["paper", "tensor2tensor"] = "paper"  # exponents i/(D/2), or i/(D/2-1) so that the last one is 1
+
+    @property
+    def scope(self) -> Scope:
+        return "stack"
+
+    def build(self, site: Site) -> Positions:
+        self.cost(site)
+        return SinusoidalPositions(site.context, site.width, self)
+
+    def cost(self, site: Site) -> Cost:
+        if site.width % 2:
+            raise ConfigError(f"sinusoidal positions come in pairs, so a width of {site.width} cannot be odd")
+        return Cost()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned:
+    """A table of one vector per position, added to the embeddings; it ends where the context ends."""
+
+    offset: int = 0  # unused rows before position 0: 2 in RoBERTa, BART and OPT
+
+    def __post_init__(self) -> None:
+        at_least("offset", self.offset, 0)
+
+    @property
+    def scope(self) -> Scope:
+        return "stack"
+
+    def build(self, site: Site) -> Positions:
+        return LearnedPositions(site.context, site.width, self.offset)
+
+    def cost(self, site: Site) -> Cost:
+        return Cost((site.context + self.offset) * site.width)
+
+
+class SinusoidalPositions(Computed):
+    """A longer context needs no training: the table is not saved, only its length is a setting."""
+
+    def __init__(self, context: int, width: int, options: Sinusoidal) -> None:
+        super().__init__()
+        self.context = context
+        self.width = width
+        self.options = options
+        self.settle()
+
+    def compute(self, device: torch.device) -> Tensor:
+        # in float64, on the CPU because not every device has it: float32 angles are off by 1e-4 at position 2,000
+        where = device if device.type == "meta" else torch.device("cpu")
+        pairs = self.width // 2
+        last = pairs if self.options.spacing == "paper" else max(pairs - 1, 1)
+        exponent = torch.arange(pairs, dtype=torch.float64, device=where) / last
+        angle = torch.arange(self.context, dtype=torch.float64, device=where)[:, None] * 10_000.0**-exponent
+        if self.options.layout == "halves":
+            table_nD = torch.cat((angle.sin(), angle.cos()), dim=-1)
+        else:
+            table_nD = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)
+        return table_nD.float().to(device)
+
+    def embed(self, x_BTD: Tensor, at_BT: Tensor) -> Tensor:
+        _check(x_BTD, at_BT, self.context)
+        return x_BTD + F.embedding(at_BT, self.constant).to(x_BTD.dtype)
+
+
+class LearnedPositions(Positions):
+    tables: ClassVar[Mapping[str, str]] = {"table": "position"}
+
+    def __init__(self, context: int, width: int, offset: int = 0) -> None:
+        super().__init__()
+        self.context = context
+        self.offset = offset
+        self.table = nn.Parameter(torch.empty(context + offset, width))
+
+    def embed(self, x_BTD: Tensor, at_BT: Tensor) -> Tensor:
+        _check(x_BTD, at_BT, self.context)
+        return x_BTD + F.embedding(at_BT + self.offset if self.offset else at_BT, self.table)
+
+
+def _check(x_BTD: Tensor, at_BT: Tensor, context: int) -> None:
+    """Refuse a position that has no row."""
+    if x_BTD.shape[1] > context:
+        raise RequestError(f"{x_BTD.shape[1]} tokens are more than the {context} positions of this model; shorten them")
+    # only on the CPU: anywhere else looking at the values would wait for the device
+    if at_BT.device.type == "cpu" and not torch.compiler.is_compiling():
+        first, last = (int(end) for end in torch.aminmax(at_BT))
+        if first < 0 or last >= context:
+            wrong = first if first < 0 else last
+            raise RequestError(
+                f"position {wrong} is not one of the {context} of this model; begin at 0 and end earlier"
+            )

@@ -1,0 +1,84 @@
+"""What a position scheme may offer to a stack and to its attention."""
+
+# B batch (1 where all rows agree), T new tokens, S keys (cached and new), D width, H query heads, E head size
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from trivium.parts.site import Cost, Site
+
+
+Scope = Literal["stack", "heads", "layer"]  # all of them, those whose heads are alike too, each its own
+
+
+class Position(Protocol):
+    """The options of a position scheme."""
+
+    @property
+    def scope(self) -> Scope:
+        """Which layers of a stack that name equal options are served by one module."""
+        ...
+
+    def build(self, site: Site) -> Positions: ...
+    def cost(self, site: Site) -> Cost: ...
+
+
+class Positions(nn.Module):
+    """What a scheme may offer; this one offers nothing. `at` holds the position of every token."""
+
+    tables: ClassVar[Mapping[str, str]] = {}  # trained tables by attribute (which may be None): "position" or "bias"
+    values: bool = False  # whether `value` adds anything, so that attention must show its weights
+
+    def embed(self, x_BTD: Tensor, at_BT: Tensor) -> Tensor:
+        """The input with its positions added."""
+        return x_BTD
+
+    def prepare(self, at_BT: Tensor, keys_at_BS: Tensor) -> Any:
+        """What the methods below need, computed once per forward and shared by all layers of this module."""
+        return None
+
+    def rotate(self, x_BHTE: Tensor, prepared: Any) -> Tensor:
+        """The query or key of the new tokens turned by its position."""
+        return x_BHTE
+
+    def bias(self, prepared: Any) -> Tensor | None:
+        """What is added to the scores after scaling, [1 or B, H, T, S], in float32 at least."""
+        return None
+
+    def score(self, query_BHTE: Tensor, prepared: Any) -> Tensor | None:
+        """What is added to the products of query and key before scaling, [B, H, T, S]."""
+        return None
+
+    def value(self, weights_BHTS: Tensor, prepared: Any) -> Tensor | None:
+        """What is added to the mixed values, [B, H, T, size of a value]."""
+        return None
+
+
+class Computed(Positions):
+    """The base of schemes with a constant tensor, which is computed where the model is, and never saved or rounded."""
+
+    constant: Tensor
+
+    def compute(self, device: torch.device) -> Tensor:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Compute the constant for the first time, once the module knows what it needs."""
+        self.register_buffer("constant", self.compute(torch.get_default_device()), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # `model.to(bfloat16)` has rounded it (rotary frequencies: off by a radian within a few hundred positions),
+        # and `to_empty` has left it without values
+        self.constant = self.compute(self.constant.device)
+        return self
+
+
+def distances(at_BT: Tensor, keys_at_BS: Tensor) -> Tensor:
+    """How far ahead of each query its keys lie, [1 or B, T, S]: memory minus query, so the past is negative."""
+    return keys_at_BS[:, None, :] - at_BT[:, :, None]

@@ -1,0 +1,193 @@
+"""Positions that act on the scores by distance: Shaw's vectors, T5's buckets, ALiBi (spec: architecture §2.4-2.7)."""
+
+# B batch (1 where all rows agree), T queries, S keys, H query heads, E head size, C clipped distances
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trivium.config import at_least
+from trivium.errors import ConfigError
+from trivium.parts.positions.base import Computed, Positions, Scope, distances
+from trivium.parts.site import Cost, Site
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shaw:
+    """A trained vector per distance up to `distance` either way, added to each key and value; a table per layer."""
+
+    distance: int = 16  # what lies further counts as this far
+    values: Literal["add", "none"] = "add"  # none: keys only
+    tables: Literal["shared", "per-head"] = "shared"  # among the heads of a layer
+
+    def __post_init__(self) -> None:
+        at_least("distance", self.distance, 1)
+
+    @property
+    def scope(self) -> Scope:
+        return "layer"
+
+    def build(self, site: Site) -> Positions:
+        self.cost(site)
+        return ShawPositions(self, site)
+
+    def cost(self, site: Site) -> Cost:
+        _needs_heads("shaw", site)
+        rows, copies = 2 * self.distance + 1, site.heads if self.tables == "per-head" else 1
+        sizes = site.head + (site.value if self.values == "add" else 0)
+        return Cost(copies * rows * sizes, 2 * site.heads * rows * sizes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buckets:
+    """T5: a trained number per head and bucket of distances; near ones have a bucket each, far ones share.
+
+    Where the future is visible half of the buckets are for it, else all are for the past.
+    """
+
+    buckets: int = 32
+    distance: int = 128  # from here on all share the last bucket
+
+    def __post_init__(self) -> None:
+        at_least("buckets", self.buckets, 2)
+        at_least("distance", self.distance, 1)
+
+    @property
+    def scope(self) -> Scope:
+        return "heads"
+
+    def build(self, site: Site) -> Positions:
+        self.cost(site)
+        return BucketPositions(self, site.heads, site.causal)
+
+    def cost(self, site: Site) -> Cost:
+        _needs_heads("t5", site)
+        if not site.causal and (self.buckets % 2 or self.buckets < 4):
+            raise ConfigError(f"buckets: {self.buckets} cannot be halved between past and future; try 32")
+        exact = self.buckets // (2 if site.causal else 4)
+        if self.distance <= exact:
+            raise ConfigError(f"distance: {self.distance} is not beyond the {exact} that have a bucket each; try 128")
+        return Cost(self.buckets * site.heads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alibi:
+    """Scores fall by a fixed slope per head with the distance, -m|i-j|: also into the future where it is visible."""
+
+    @property
+    def scope(self) -> Scope:
+        return "heads"
+
+    def build(self, site: Site) -> Positions:
+        self.cost(site)
+        return AlibiPositions(site.heads)
+
+    def cost(self, site: Site) -> Cost:
+        _needs_heads("alibi", site)
+        return Cost()
+
+
+def _needs_heads(kind: str, site: Site) -> None:
+    if site.heads < 1 or site.head < 1:
+        raise ConfigError(f"{kind} positions act on the scores of attention heads, and this attention has none")
+
+
+class ShawPositions(Positions):
+    tables: ClassVar[Mapping[str, str]] = {"key_table": "position", "value_table": "position"}
+
+    def __init__(self, options: Shaw, site: Site) -> None:
+        super().__init__()
+        self.distance = options.distance
+        self.values = options.values == "add"
+        rows = 2 * options.distance + 1
+        shape = (site.heads, rows) if options.tables == "per-head" else (rows,)
+        self.key_table = nn.Parameter(torch.empty(*shape, site.head))
+        self.value_table = nn.Parameter(torch.empty(*shape, site.value)) if self.values else None
+
+    def prepare(self, at_BT: Tensor, keys_at_BS: Tensor) -> Tensor:
+        """The row of each pair, [1 or B, 1, T, S]."""
+        clipped = distances(at_BT, keys_at_BS).clamp(-self.distance, self.distance)
+        return clipped.add_(self.distance)[:, None]
+
+    def score(self, query_BHTE: Tensor, prepared: Any) -> Tensor:
+        # one product with each of the C rows, then a lookup: never the [T, S, E] of the formula
+        products_BHTC = query_BHTE @ self.key_table.to(query_BHTE.dtype).transpose(-1, -2)
+        return products_BHTC.gather(-1, prepared.expand(*products_BHTC.shape[:2], -1, -1))
+
+    def value(self, weights_BHTS: Tensor, prepared: Any) -> Tensor | None:
+        if self.value_table is None:
+            return None
+        # the weight of each row first, by the same reasoning
+        sums_BHTC = weights_BHTS.new_zeros(*weights_BHTS.shape[:3], 2 * self.distance + 1)
+        sums_BHTC = sums_BHTC.scatter_add(-1, prepared.expand_as(weights_BHTS), weights_BHTS)
+        return sums_BHTC @ self.value_table.to(weights_BHTS.dtype)
+
+
+class BucketPositions(Computed):
+    tables: ClassVar[Mapping[str, str]] = {"table": "bias"}
+
+    def __init__(self, options: Buckets, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.options = options
+        self.causal = causal
+        self.table = nn.Parameter(torch.empty(options.buckets, heads))
+        self.settle()
+
+    def compute(self, device: torch.device) -> Tensor:
+        """The bucket of every distance that has one of its own: a lookup gives the same on every device."""
+        far = self.options.distance
+        return torch.tensor([self._bucket(ahead) for ahead in range(-far, far + 1)], device=device)
+
+    def _bucket(self, ahead: int) -> int:
+        """The bucket of a key so many tokens ahead of its query."""
+        buckets = self.options.buckets // (1 if self.causal else 2)
+        start = 0 if self.causal or ahead <= 0 else buckets
+        away = max(-ahead, 0) if self.causal else abs(ahead)
+        exact = buckets // 2
+        if away < exact:
+            return start + away
+        spread = math.log(away / exact) / math.log(self.options.distance / exact) * (buckets - exact)
+        return start + min(exact + int(spread), buckets - 1)
+
+    def prepare(self, at_BT: Tensor, keys_at_BS: Tensor) -> Tensor:
+        far = self.options.distance
+        buckets_BTS = self.constant[distances(at_BT, keys_at_BS).clamp_(-far, far).add_(far)]
+        # an embedding, not an index: its backward pass repeats bit for bit on a GPU too
+        bias_BHTS = F.embedding(buckets_BTS, self.table).permute(0, 3, 1, 2).contiguous()
+        return bias_BHTS.to(torch.promote_types(bias_BHTS.dtype, torch.float32))
+
+    def bias(self, prepared: Any) -> Tensor:
+        bias_BHTS: Tensor = prepared
+        return bias_BHTS
+
+
+class AlibiPositions(Computed):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.settle()
+
+    def compute(self, device: torch.device) -> Tensor:
+        return torch.tensor(slopes(self.heads), dtype=torch.float32, device=device)[:, None, None]
+
+    def prepare(self, at_BT: Tensor, keys_at_BS: Tensor) -> Tensor:
+        away_BTS = distances(at_BT, keys_at_BS).abs_()
+        return away_BTS[:, None] * -self.constant
+
+    def bias(self, prepared: Any) -> Tensor:
+        bias_BHTS: Tensor = prepared
+        return bias_BHTS
+
+
+def slopes(heads: int) -> list[float]:
+    """ALiBi's slopes: a geometric sequence from 2^(-8/h), filled up from that of twice as many heads."""
+    power = 1 << (heads.bit_length() - 1)
+    own = [2 ** (-8 * index / power) for index in range(1, power + 1)]
+    return own + [2 ** (-4 * index / power) for index in range(1, 2 * (heads - power), 2)]
