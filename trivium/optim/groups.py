@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from torch import nn
 
-from trivium.parts.embeddings import TokenEmbedding
+from trivium.errors import ConfigError
 from trivium.parts.linear import Linear
-from trivium.parts.positions import LearnedPositions
 
 Kind = Literal["matrix", "head", "embedding", "vector", "other"]
+
+# What a module says of its tables -> what they are to an optimizer: a bias is not decayed, whatever its shape.
+TABLES: dict[str, Kind] = {"embedding": "embedding", "position": "embedding", "bias": "vector"}
 
 
 class Weight(NamedTuple):
@@ -30,11 +32,14 @@ class Weight(NamedTuple):
 def trainable(model: nn.Module) -> list[Weight]:
     """Every distinct trainable tensor of a model with its kind; tied tensors once, under their first name."""
     kinds = dict(_kinds(model))
-    return [
+    weights = [
         Weight(name, parameter, "vector" if parameter.ndim < 2 else kinds.get(id(parameter), "other"))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
+    if not weights:
+        raise ConfigError("model: every weight is frozen, so there is nothing to train; leave one that is not")
+    return weights
 
 
 def _kinds(model: nn.Module) -> Iterator[tuple[int, Kind]]:
@@ -42,7 +47,6 @@ def _kinds(model: nn.Module) -> Iterator[tuple[int, Kind]]:
         if isinstance(module, Linear):
             yield id(module.weight), "head" if module.role == "head" else "matrix"
     for module in model.modules():  # after the linear layers: a tied matrix counts as the embedding it is
-        if isinstance(module, TokenEmbedding):
-            yield id(module.weight), "embedding"
-        elif isinstance(module, LearnedPositions):
-            yield id(module.table), "embedding"
+        tables: Mapping[str, str] = getattr(module, "tables", {})
+        for name, what in tables.items():
+            yield id(getattr(module, name)), TABLES[what]  # an absent table is None, and so no weight

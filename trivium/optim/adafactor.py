@@ -1,0 +1,96 @@
+"""Adafactor: second moments of a matrix kept as means of its rows and columns (spec: training §1)."""
+
+# R rows, C columns; `…` any dimensions before them, such as experts, each factored by itself
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from trivium.config import at_least
+from trivium.errors import ConfigError
+from trivium.optim.groups import Weight, trainable
+from trivium.optim.stepper import Optimizer, State, check
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adafactor:
+    """Steps relative to the size of each weight, from R + C numbers of state for a matrix; no momentum, no decay."""
+
+    rate: float = 0.01  # the plateau of T5's inverse square root; its fine-tuning is constant at 1e-3
+    clip: float = 1.0  # the largest root mean square of an update before the rate
+    scale: Literal["weight", "none"] = "weight"  # weight: the rate times the root mean square of the weight
+    least: float = 1e-3  # what a weight counts for at least, so that zeros can move
+    eps: float = 1e-30  # added to squared gradients
+    factor_from: int = 1  # both dimensions are at least this long, or a matrix keeps every second moment (T5: 128)
+
+    def __post_init__(self) -> None:
+        check(self.rate, 0.0)
+        for name in ("clip", "least", "eps"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not positive; leave it at its default")
+        at_least("factor_from", self.factor_from, 1)
+
+    def build(self, model: nn.Module) -> Optimizer:
+        return AdafactorStepper(self, trainable(model))
+
+
+class AdafactorStepper:
+    """One tensor after another: what a step needs besides the weights is small."""
+
+    def __init__(self, options: Adafactor, weights: Sequence[Weight]) -> None:
+        self.options = options
+        self.names = {weight.name: weight.parameter for weight in weights}
+        self.state = State({name: self._fresh(parameter) for name, parameter in self.names.items()})
+
+    def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+
+        shape, step = parameter.shape, torch.zeros((), device=parameter.device)
+        if len(shape) >= 2 and min(shape[-2:]) >= self.options.factor_from:
+            return {"step": step, "row": zeros(*shape[:-1]), "column": zeros(*shape[:-2], shape[-1])}
+        return {"step": step, "square": zeros(*shape)}
+
+    @torch.no_grad()
+    def step(self, factor: float, healthy: Tensor) -> None:
+        nothing = torch.zeros((), device=healthy.device)
+        for name, parameter in self.names.items():
+            if parameter.grad is None:
+                continue
+            # zeros instead of what may not be finite: then a share of 0 leaves the means as they are
+            grad = torch.where(healthy, parameter.grad, nothing)
+            kept = self.state.of[name]
+            kept["step"] += healthy
+            share = (healthy * kept["step"].clamp(min=1) ** -0.8).to(grad.dtype)
+            update = grad * _inverse_root(kept, grad.square().add_(self.options.eps), share)
+            update /= (_rms(update) / self.options.clip).clamp(min=1)
+            if self.options.scale == "weight":
+                update *= _rms(parameter).clamp(min=self.options.least)
+            parameter.sub_(torch.where(healthy, update * (self.options.rate * factor), nothing))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.state.tensors()
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        self.state.load(tensors)
+
+
+def _inverse_root(kept: dict[str, Tensor], square: Tensor, share: Tensor) -> Tensor:
+    """One over the root of the second moments, after `share` of the new squared gradient went into them."""
+    if "square" in kept:
+        return kept["square"].lerp_(square, share).rsqrt()
+    row_R, column_C = kept["row"], kept["column"]
+    row_R.lerp_(square.mean(dim=-1), share)
+    column_C.lerp_(square.mean(dim=-2), share)
+    # roots first: the product of two means of tiny gradients would be 0 in float32
+    scaled_R = (row_R / row_R.mean(dim=-1, keepdim=True)).rsqrt()
+    return scaled_R[..., None] * column_C[..., None, :].rsqrt()
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return tensor.square().mean().sqrt()

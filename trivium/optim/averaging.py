@@ -1,0 +1,147 @@
+"""Averaged weights: a second set that follows the trained one and is often the better model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trivium.config import at_least, fraction
+from trivium.errors import CheckpointError
+from trivium.optim.groups import trainable
+
+
+class Average(Protocol):
+    """Follows the weights of one model; `tensors` are the averaged weights under the names of the trained ones."""
+
+    def update(self, step: int, healthy: Tensor) -> None:
+        """Follow the weights as they are after update `step`, unless that one was not healthy."""
+
+    def reset(self) -> None:
+        """Begin again from the weights as they are now: they were loaded, and no average came with them."""
+
+    def swapped(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The averaged weights in `model` for as long as the context lasts, then its own again bit for bit."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
+    def load(self, tensors: dict[str, Tensor]) -> None: ...
+
+
+class Averaging(Protocol):
+    """The options of an average."""
+
+    def build(self, model: nn.Module) -> Average: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoAverage:
+    """The weights as they are trained."""
+
+    def build(self, model: nn.Module) -> Average:
+        return Unaveraged()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ema:
+    """An exponential moving average: `decay` of the old average remains at each of its updates."""
+
+    decay: float = 0.999
+    every: int = 1  # steps between two updates of the average
+    warmup: Literal["ratio", "none"] = "ratio"  # ratio: at most (1 + t) / (10 + t) remains at update t of the average
+
+    def __post_init__(self) -> None:
+        fraction("decay", self.decay)
+        at_least("every", self.every, 1)
+
+    def remains(self, step: int) -> float:
+        """What remains of the old average at `step`: a function of the step alone, so a resume needs nothing else."""
+        if step % self.every:
+            return 1.0
+        count = step // self.every
+        return min(self.decay, (1 + count) / (10 + count)) if self.warmup == "ratio" else self.decay
+
+    def build(self, model: nn.Module) -> Average:
+        return MovingAverage(self, model)
+
+
+AVERAGES: dict[str, type[Averaging]] = {"none": NoAverage, "ema": Ema}
+
+
+class Unaveraged:
+    def update(self, step: int, healthy: Tensor) -> None:
+        """Nothing: there is no average."""
+
+    def reset(self) -> None:
+        """Nothing: there is no average."""
+
+    def swapped(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Nothing: a run may go on without the average that it had."""
+
+
+class MovingAverage:
+    """A float32 copy of every trainable weight, tied ones once."""
+
+    def __init__(self, options: Ema, model: nn.Module) -> None:
+        self.options = options
+        self.names = {weight.name: weight.parameter for weight in trainable(model)}
+        self.shadow = {name: parameter.detach().to(torch.float32, copy=True) for name, parameter in self.names.items()}
+
+    @torch.no_grad()
+    def update(self, step: int, healthy: Tensor) -> None:
+        share = 1 - self.options.remains(step)
+        if not share:
+            return
+        shadow = [*self.shadow.values()]
+        # not a lerp: its weight would be a number of the host, and `healthy` is known on the device alone
+        moves = torch._foreach_sub([parameter.float() for parameter in self.names.values()], shadow)
+        torch._foreach_mul_(moves, healthy.float() * share)
+        torch._foreach_add_(shadow, moves)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for name, parameter in self.names.items():
+            self.shadow[name].copy_(parameter)
+
+    @contextmanager
+    def swapped(self, model: nn.Module) -> Iterator[None]:
+        own = {name: parameter for name, parameter in model.named_parameters() if name in self.shadow}
+        # copied, not exchanged: compiled code and the optimizer hold on to the memory of the weights
+        held = {name: parameter.detach().clone() for name, parameter in own.items()}
+        try:
+            _fill(own, self.shadow)
+            yield
+        finally:
+            _fill(own, held)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.shadow)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in self.shadow.items():
+            if name not in tensors:
+                raise CheckpointError(
+                    f"the checkpoint has no averaged weight {name}: it was written without average=ema"
+                )
+            if tensors[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"the checkpoint's averaged weight {name} has shape {list(tensors[name].shape)}, "
+                    f"not {list(tensor.shape)}"
+                )
+        for name, tensor in self.shadow.items():
+            tensor.copy_(tensors[name])
+
+
+@torch.no_grad()
+def _fill(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])

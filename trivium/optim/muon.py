@@ -1,0 +1,116 @@
+"""Muon for hidden matrices, with AdamW for the rest (spec: training §1)."""
+
+# K matrices of one shape, R rows (outputs), C columns (inputs)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from trivium.config import at_least, fraction
+from trivium.errors import ConfigError
+from trivium.optim.adam import AdamStepper, AdamW
+from trivium.optim.groups import Weight, trainable
+from trivium.optim.stepper import Both, Optimizer, State, check
+from trivium.parts.hardware import native_bf16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Muon:
+    """Momentum made orthogonal for hidden matrices; embeddings, head and vectors follow AdamW at `adam_rate`."""
+
+    rate: float = 0.02
+    momentum: float = 0.95
+    decay: float = 0.0
+    scale: Literal["original", "adamw"] = "original"  # rate x sqrt(max(1, R/C)), or x 0.2 sqrt(max(R, C))
+    iterations: int = 5
+    adam_rate: float = 3e-3
+    head_rate: float = 3e-3
+    adam_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check(self.rate, self.decay)
+        check(self.adam_rate, self.adam_decay, "adam_")
+        check(self.head_rate, self.adam_decay, "head_")
+        at_least("eps", self.eps, 0)
+        for name in ("momentum", "beta1", "beta2"):
+            fraction(name, getattr(self, name))
+        at_least("iterations", self.iterations, 1)
+
+    def build(self, model: nn.Module) -> Optimizer:
+        every = trainable(model)
+        adam = AdamW(rate=self.adam_rate, beta1=self.beta1, beta2=self.beta2, eps=self.eps, decay=self.adam_decay)
+        matrices = [weight for weight in every if weight.kind == "matrix"]
+        rest = [weight for weight in every if weight.kind != "matrix"]
+        if not matrices:
+            raise ConfigError("optim.kind: muon needs hidden matrices, and this model trains none; try adamw")
+        if not rest:
+            return MuonStepper(self, matrices)
+        rates = {weight.name: self.head_rate for weight in rest if weight.kind == "head"}
+        return Both(MuonStepper(self, matrices), AdamStepper(adam, rest, rates))
+
+
+class MuonStepper:
+    """Nesterov momentum whose direction is orthogonalised, all matrices of one shape at a time."""
+
+    def __init__(self, options: Muon, weights: Sequence[Weight]) -> None:
+        self.options = options
+        self.names = {weight.name: weight.parameter for weight in weights}
+        self.momenta = {name: torch.zeros_like(p) for name, p in self.names.items()}
+        self.state = State({name: {"momentum": momentum} for name, momentum in self.momenta.items()})
+        shapes = dict.fromkeys(parameter.shape for parameter in self.names.values())
+        self.groups = [[name for name, p in self.names.items() if p.shape == shape] for shape in shapes]
+
+    @torch.no_grad()
+    def step(self, factor: float, healthy: Tensor) -> None:
+        rate, mu = self.options.rate * factor, self.options.momentum
+        for group in self.groups:
+            grad_KRC = torch.stack([_gradient(self.names[name]) for name in group])
+            held_KRC = torch.stack([self.momenta[name] for name in group])
+            moved_KRC = held_KRC.lerp(grad_KRC, 1 - mu)
+            update_KRC = orthogonal(grad_KRC.lerp(moved_KRC, mu), self.options.iterations)
+            _, rows, columns = update_KRC.shape
+            size = rate * _scale(self.options.scale, rows, columns)
+            for index, name in enumerate(group):
+                parameter = self.names[name]
+                moved = parameter * (1 - rate * self.options.decay) - size * update_KRC[index]
+                parameter.copy_(torch.where(healthy, moved, parameter))
+                self.momenta[name].copy_(torch.where(healthy, moved_KRC[index], held_KRC[index]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.state.tensors()
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        self.state.load(tensors)
+
+
+def orthogonal(matrix_KRC: Tensor, iterations: int) -> Tensor:
+    """Five Newton-Schulz steps towards the nearest orthogonal matrix: singular values land in about [0.7, 1.2]."""
+    rows, columns = matrix_KRC.shape[-2:]
+    # bfloat16 pays where it has instructions; on a CPU without them it is 30 times slower than float32
+    half = matrix_KRC.dtype == torch.float32 and native_bf16(matrix_KRC.device)
+    x = matrix_KRC.to(torch.bfloat16) if half else matrix_KRC
+    x = x.mT if rows > columns else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    x = x.mT if rows > columns else x
+    return x.to(matrix_KRC.dtype)
+
+
+def _scale(kind: Literal["original", "adamw"], rows: int, columns: int) -> float:
+    if kind == "original":
+        return float(max(1.0, rows / columns) ** 0.5)
+    return 0.2 * float(max(rows, columns) ** 0.5)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
