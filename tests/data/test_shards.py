@@ -22,6 +22,7 @@ from trivium.data.shards import Shards, Stream, build, built_shards, changed_sou
 from trivium.data.sources import held_out
 from trivium.errors import DataError
 from trivium.text.kinds import Bpe, Bytes
+from trivium.text.pieces import Joint
 from trivium.text.tokenizer import Tokenizer
 
 ALPHABET = st.characters(exclude_categories=["Cs"], exclude_characters="\f\ufeff")
@@ -188,6 +189,20 @@ class Wide:
 
     def piece_bytes(self, id: int) -> bytes:
         return bytes([id - 69_000]) if 69_000 <= id < 69_256 else b""
+
+    joint = Joint()
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        return [(at, at + 1) for at in range(len(text))]
+
+    def starts_word(self, id: int) -> bool:
+        return False
+
+    def ends_word(self, id: int) -> bool:
+        return False
+
+    def extended(self, spellings: Sequence[str]) -> Wide:
+        return self
 
     def serialise(self) -> str:
         return "{}"

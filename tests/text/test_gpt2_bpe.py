@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from trivium.text.tokenizer import END, LibraryTokenizer, Tokenizer, open_tokenizer, with_end
+from trivium.text.library import END, with_end
+from trivium.text.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,14 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import trivium.text.kinds
 from trivium.errors import ConfigError, DataError
-from trivium.text.kinds import TOKENIZERS, Bpe, Bytes, Chars, File
-from trivium.text.tokenizer import END, UNKNOWN
+from trivium.text.kinds import TOKENIZERS, Bpe, Bytes, Chars, EndOfWordBpe, File, Unigram, WordPiece
+from trivium.text.library import END, UNKNOWN
 
 
 def test_the_table_names_every_kind_and_each_has_defaults() -> None:
@@ -23,6 +24,9 @@ def test_the_table_names_every_kind_and_each_has_defaults() -> None:
         "chars": Chars(),
         "bytes": Bytes(),
         "bpe": Bpe(size=4096, min_count=2),
+        "word-bpe": EndOfWordBpe(size=4096, min_count=2, symbol="separate", tie="pairs"),
+        "wordpiece": WordPiece(size=4096, min_count=2, case="lower", score="frequency", longest=100),
+        "unigram": Unigram(size=4096, normal="nfkc", fallback="none"),
         "file": File(path=""),
     }
 
@@ -125,8 +129,10 @@ def test_the_spelling_of_the_end_in_a_training_text_is_learned_as_text() -> None
     assert [tokenizer.piece(id) for id in range(tokenizer.size)].count(END) == 1
 
 
-@pytest.mark.parametrize("kind", [Chars(), Bpe()])
-def test_a_lone_surrogate_in_a_training_text_is_refused(kind: Chars | Bpe) -> None:
+@pytest.mark.parametrize(
+    "kind", [Chars(), Bpe(), EndOfWordBpe(), WordPiece(), WordPiece(score="likelihood"), Unigram()], ids=repr
+)
+def test_a_lone_surrogate_in_a_training_text_is_refused(kind: Any) -> None:
     with pytest.raises(DataError, match=r"lone surrogate, U\+D800, at character 3"):
         kind.build(["fine", "bad\ud800"])
 
@@ -148,5 +154,6 @@ def test_a_file_is_opened_as_it_is(tmp_path: Path) -> None:
 def test_a_generator_of_texts_is_read_once_and_is_enough() -> None:
     rng = random.Random(0)
     texts = ["".join(rng.choices("abc ", k=50)) for _ in range(50)]
-    for kind in (Chars(), Bpe(size=280)):
+    kinds: list[Any] = [Chars(), Bpe(size=280), EndOfWordBpe(size=80), WordPiece(size=80, score="likelihood")]
+    for kind in kinds:
         assert kind.build(text for text in texts).digest == kind.build(texts).digest

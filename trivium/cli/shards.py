@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
-from trivium.config import Text, load, unknown
+import numpy as np
+
+from trivium.config import Text, assignments, load, unknown
 from trivium.data import shards as data
 from trivium.data.config import DataConfig
-from trivium.data.shards import Shards
+from trivium.data.shards import Shards, Split
+from trivium.data.show import Cell, preview
 from trivium.data.sources import files, texts, total_bytes
 from trivium.errors import DataError
-from trivium.text.kinds import TOKENIZERS, Bpe
+from trivium.text.kinds import TOKENIZERS
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
 Tick = Callable[[str, int, int], None]
+_CONTEXT = 64
 
 
 def train_tokenizer(
-    paths: Sequence[str], kind: str, size: int, tick: Tick, config: DataConfig | None = None
+    paths: Sequence[str],
+    kind: str,
+    size: int,
+    given: Sequence[str],
+    tick: Tick,
+    config: DataConfig | None = None,
 ) -> Tokenizer:
-    """A new tokenizer of `kind` on the training part of some text."""
+    """A new tokenizer of `kind` with settings `given` as key=value, on the training part of some text."""
     if kind not in TOKENIZERS or kind == "file":
         raise unknown("kind of tokenizer", kind, [name for name in TOKENIZERS if name != "file"])
     config = config or DataConfig(paths=tuple(paths), valid=0.0)
@@ -31,8 +41,9 @@ def train_tokenizer(
         done += count
         tick("tokenizer", done, total)
 
-    options = Bpe(size=size) if kind == "bpe" else TOKENIZERS[kind]()
-    made: Tokenizer = options.build(texts(config, read=read))
+    options = TOKENIZERS[kind]
+    sized = {"size": size} if "size" in {field.name for field in fields(options)} else {}
+    made: Tokenizer = load(options, sized, assignments(given)).build(texts(config, read=read))
     return made
 
 
@@ -41,6 +52,7 @@ def build(
     paths: Sequence[str],
     tokenizer: str,
     size: int,
+    given: Sequence[str],
     valid: str,
     separator: str,
     field: str,
@@ -54,7 +66,7 @@ def build(
     if out.exists():
         raise DataError(f"{out} exists already; remove it or name another folder")
     known = Path(tokenizer)
-    chosen = open_tokenizer(known) if known.exists() else train_tokenizer(paths, tokenizer, size, tick, config)
+    chosen = open_tokenizer(known) if known.exists() else train_tokenizer(paths, tokenizer, size, given, tick, config)
     made = data.build(config, chosen, out, progress=lambda at, of: tick("data", at, of), say=say)
     train, held = len(made.train), len(made.valid)
     return f"{train:,} tokens for training, {held:,} for validation, {chosen.size:,} ids"
@@ -67,3 +79,16 @@ def opened(folder: Path) -> tuple[Shards, Tokenizer]:
         raise DataError(f"{folder} holds no shards; make them with `trivium data build`")
     tokenizer = open_tokenizer(folder / "tokenizer.json")
     return data.open_shards(inner, tokenizer_digest=tokenizer.digest), tokenizer
+
+
+def shown(folder: Path, context: int, row: int, split: Split) -> list[Cell]:
+    """A row of a run as its objective gives it to the model; of shards, or with a `context`, as plain text."""
+    if context or not (folder / "config.toml").is_file():
+        found, tokenizer = opened(folder)
+        return preview(found, tokenizer, context or _CONTEXT, row, split)
+    from trivium.training.prepare import reopen
+    from trivium.training.run import read_recipe
+
+    ground = reopen(folder, read_recipe(folder / "config.toml"))
+    task, rng = ground.task, np.random.default_rng(0)
+    return preview(ground.shards, ground.tokenizer, task.length, row, split, lambda rows: task.inputs(rows, rng))

@@ -11,6 +11,9 @@ from trivium.cli.printing import Json, cell, leaves, print_json, print_table, st
 from trivium.errors import RequestError, UserError
 
 data_app = typer.Typer(help="Turn text into shards, and see exactly what a model will see.", no_args_is_help=True)
+# not read from the table itself: that would import the library just to print help
+KINDS = "chars, bytes, bpe, word-bpe, wordpiece or unigram"
+Given = Annotated[list[str] | None, typer.Option("--set", help="A setting of the kind, as case=keep; repeatable.")]
 tokenizer_app = typer.Typer(help="Train tokenizers and look at them.", no_args_is_help=True)
 
 
@@ -18,8 +21,9 @@ tokenizer_app = typer.Typer(help="Train tokenizers and look at them.", no_args_i
 def data_build(
     out: Annotated[Path, typer.Argument(help="The folder of shards to make.")],
     paths: Annotated[list[str], typer.Argument(help="Text, .gz, .xz or JSON-lines files, or folders of them.")],
-    tokenizer: Annotated[str, typer.Option(help="chars, bytes, bpe, or a tokenizer.json.")] = "bpe",
-    size: Annotated[int, typer.Option(help="Vocabulary size of a new bpe.")] = 4096,
+    tokenizer: Annotated[str, typer.Option(help=f"{KINDS}; or a tokenizer.json.")] = "bpe",
+    size: Annotated[int, typer.Option(help="Vocabulary size of a new tokenizer that learns pieces.")] = 4096,
+    given: Given = None,
     valid: Annotated[str, typer.Option(help="The share kept for validation, or a path.")] = "0.01",
     separator: Annotated[str, typer.Option(help="Split documents inside a file here.")] = "",
     field: Annotated[str, typer.Option(help="The key of a JSON line that holds the text.")] = "text",
@@ -29,7 +33,7 @@ def data_build(
     from trivium.cli.shards import build
 
     with watcher() as watch:
-        facts = build(out, paths, tokenizer, size, valid, separator, field, watch.say, watch.tick)
+        facts = build(out, paths, tokenizer, size, given or [], valid, separator, field, watch.say, watch.tick)
     typer.echo(f"{out}: {facts}", err=True)
 
 
@@ -54,17 +58,15 @@ def data_show(
     shards: Annotated[Path, typer.Argument(help="A folder of shards, or a run.")],
     row: Annotated[int, typer.Option(help="Which row.")] = 0,
     split: Annotated[str, typer.Option(help="train or valid.")] = "train",
-    context: Annotated[int, typer.Option(help="Tokens of a row.", min=1)] = 64,
+    context: Annotated[int, typer.Option(help="Tokens of a row of plain text; 0: as a run's objective.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """One row exactly as the model sees it: position, id, piece, label and document."""
-    from trivium.cli.shards import opened
-    from trivium.data.show import preview
+    from trivium.cli.shards import shown as cells_of
 
     if split not in ("train", "valid"):
         raise RequestError(f"--split: {split!r} is neither train nor valid")
-    found, tokenizer = opened(shards)
-    cells = preview(found, tokenizer, context, row, "train" if split == "train" else "valid")
+    cells = cells_of(shards, context, row, "train" if split == "train" else "valid")
     if as_json:
         print_json([shown._asdict() for shown in cells])
         return
@@ -75,8 +77,9 @@ def data_show(
 def tokenizer_train(
     out: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
     paths: Annotated[list[str], typer.Argument(help="Text files or folders.")],
-    kind: Annotated[str, typer.Option(help="chars, bytes or bpe.")] = "bpe",
-    size: Annotated[int, typer.Option(help="Vocabulary size of bpe, everything counted.")] = 4096,
+    kind: Annotated[str, typer.Option(help=f"{KINDS}.")] = "bpe",
+    size: Annotated[int, typer.Option(help="Vocabulary size of kinds that learn pieces, everything counted.")] = 4096,
+    given: Given = None,
 ) -> None:
     """Train a tokenizer on text."""
     from trivium.cli.render import watcher
@@ -87,7 +90,7 @@ def tokenizer_train(
     if not out.absolute().parent.is_dir():
         raise UserError(f"{out.parent} is not a folder; make it first")
     with watcher() as watch:
-        made = train_tokenizer(paths, kind, size, watch.tick)
+        made = train_tokenizer(paths, kind, size, given or [], watch.tick)
     made.save(out)
     typer.echo(f"{out}: {made.kind}, {made.size:,} ids", err=True)
 

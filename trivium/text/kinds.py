@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from trivium.config import at_least
 from trivium.errors import ConfigError
-from trivium.text.tokenizer import (
-    LibraryTokenizer,
-    Tokenizer,
+from trivium.text.bpe import Tie, count_words, learn
+from trivium.text.library import (
+    END,
+    END_OF_WORD,
+    RARE_WORD,
+    SPACE,
+    UNKNOWN,
+    UNKNOWN_WORD,
+    Case,
+    Fallback,
+    Normal,
+    Symbol,
     byte_alphabet,
+    byte_pieces,
     library_bytes,
     library_chars,
-    open_tokenizer,
-    utf8,
+    library_unigram,
+    library_word_bpe,
+    library_wordpiece,
+    library_words,
     with_end,
 )
+from trivium.text.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer, utf8
+from trivium.text.wordpiece import CONTINUES, learn_by_likelihood
 
 _SMALLEST = 257  # 256 bytes and <|endoftext|>
+_LONGEST_WORD = 1000  # a longer run without white space teaches no merges: each one would walk through all of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +73,7 @@ class Bpe:
     min_count: int = 2  # a pair seen fewer times is not merged
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.size < _SMALLEST:
-            problems.append(f"size: {self.size} is too small for 256 bytes and the end; at least {_SMALLEST}")
-        if self.min_count < 1:
-            problems.append(f"min_count: {self.min_count} is not a count; at least 1")
-        if problems:
-            raise ConfigError(*problems)
+        _sizes(self.size, _SMALLEST, "256 bytes and the end", self.min_count)
 
     def build(self, texts: Iterable[str]) -> Tokenizer:
         """The tokenizer whose merges are the most frequent pairs of `texts`."""
@@ -78,6 +91,138 @@ class Bpe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Words:
+    """One id per word between white space and one, <eos>, for every line end; frequent words have the small ids."""
+
+    min_count: int = 1  # a word seen fewer times is unknown: the corpus' own <unk> if it has that word, or <|unk|>
+
+    def __post_init__(self) -> None:
+        at_least("min_count", self.min_count, 1)
+
+    def build(self, texts: Iterable[str]) -> Tokenizer:
+        """The tokenizer of the words in `texts`."""
+        counts: Counter[str] = Counter()
+        for text in _checked(texts):
+            counts.update(text.split())
+            counts["\n"] += text.count("\n")
+        unknown = RARE_WORD if RARE_WORD in counts else UNKNOWN
+        kept = {word for word, times in counts.items() if times >= self.min_count} - {END} | {"\n", unknown}
+        # by count, so that an adaptive softmax finds the frequent words in its head
+        return LibraryTokenizer(library_words(sorted(kept, key=lambda word: (-counts[word], word)), unknown))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndOfWordBpe:
+    """BPE over words between white space that end in the symbol </w>; equal texts in any order give an equal file."""
+
+    size: int = 4096  # every id: characters, </w>, the merges, <|unk|>, <|endoftext|>; less if the texts are too small
+    min_count: int = 2  # a pair seen fewer times is not merged
+    symbol: Symbol = "separate"  # a symbol of its own at first, or "fused" with each word's last letter as in GPT-1
+    tie: Tie = "pairs"  # which of equally frequent pairs: the first by spelling, or "ids" as the library does
+
+    def __post_init__(self) -> None:
+        _sizes(self.size, 4, "a character, </w>, the unknown and the end", self.min_count)
+
+    def build(self, texts: Iterable[str]) -> Tokenizer:
+        """The tokenizer whose merges are the most frequent pairs inside the words of `texts`."""
+        words = count_words(_checked(texts))
+        characters = sorted(set().union(*words))
+        # both forms of every character, so that no place in a word makes a known one unknown
+        ends = [" "] if self.symbol == "separate" else [character + " " for character in characters]
+        alphabet = [*characters, *ends]
+        _fits(self.size, len(alphabet) + 2, f"the {len(characters)} characters of the texts")
+        ended = {_ended(word, self.symbol): times for word, times in words.items() if len(word) <= _LONGEST_WORD}
+        symbols, merges = learn(
+            ended,
+            alphabet,
+            size=self.size - 2,
+            min_count=self.min_count,
+            tie=self.tie,
+            spell={" ": END_OF_WORD},
+            reserved={UNKNOWN, END},
+        )
+        pairs = [(merge.left, merge.right) for merge in merges]
+        return LibraryTokenizer(library_word_bpe(symbols, pairs, self.symbol))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WordPiece:
+    """BERT's pieces: the longest one that fits, then ## continuations; a word that does not come out is [UNK]."""
+
+    size: int = 4096  # every id: pieces, [UNK], <|endoftext|>; less if the texts are too small
+    min_count: int = 2  # a pair seen fewer times is not merged
+    case: Case = "lower"  # "lower" also strips accents
+    score: Literal["frequency", "likelihood"] = "frequency"  # of a pair: its count, or over those of its two parts
+    longest: int = 100  # characters of a word; a longer one is [UNK] (200 in the original BERT)
+
+    def __post_init__(self) -> None:
+        at_least("longest", self.longest, 1)
+        _sizes(self.size, 3, "a piece, the unknown and the end", self.min_count)
+
+    def build(self, texts: Iterable[str]) -> Tokenizer:
+        """The tokenizer whose pieces are learned from the words of `texts`; by frequency, not twice the same."""
+        inner = _blank(models.WordPiece(unk_token=UNKNOWN_WORD), library_wordpiece([], self.case, self.longest))
+        pieces = self._likely(inner, texts) if self.score == "likelihood" else self._frequent(inner, texts)
+        _fits(self.size, len(pieces) + 2, "the characters of the texts")
+        return LibraryTokenizer(library_wordpiece(pieces, self.case, self.longest))
+
+    def _frequent(self, inner: tokenizers.Tokenizer, texts: Iterable[str]) -> list[str]:
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=self.size - 2,
+            min_frequency=self.min_count,
+            continuing_subword_prefix=CONTINUES,
+            show_progress=False,
+        )
+        inner.train_from_iterator(_checked(texts), trainer)
+        vocabulary = inner.get_vocab(with_added_tokens=False)
+        # The library numbers the characters in the order of a hash; merges come after them, in their order.
+        single = {piece for piece in vocabulary if len(piece.removeprefix(CONTINUES)) == 1}
+        return sorted(vocabulary, key=lambda piece: (-1, piece) if piece in single else (vocabulary[piece], ""))
+
+    def _likely(self, inner: tokenizers.Tokenizer, texts: Iterable[str]) -> list[str]:
+        words: Counter[str] = Counter()
+        for text in _checked(texts):
+            split = inner.pre_tokenizer.pre_tokenize_str(inner.normalizer.normalize_str(text))
+            words.update(word for word, _ in split if len(word) <= self.longest)
+        return learn_by_likelihood(words, size=self.size - 2, min_count=self.min_count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unigram:
+    """SentencePiece's pieces: the most probable way to cut a text, each word's space in front of it."""
+
+    size: int = 4096  # every id: pieces, the bytes of a fallback, <|unk|>, <|endoftext|>; less if the texts are small
+    normal: Normal = "nfkc"  # compatible forms and single spaces, as T5; or "identity", the text as it is, as LLaMA
+    fallback: Fallback = "none"  # an unknown character is <|unk|>, or its "bytes"
+
+    def __post_init__(self) -> None:
+        _sizes(self.size, 3 + 256 * (self.fallback == "bytes"), "the pieces that are always there", 1)
+
+    def build(self, texts: Iterable[str]) -> Tokenizer:
+        """The tokenizer whose pieces explain `texts` best; the library does not train twice the same."""
+        always = byte_pieces() if self.fallback == "bytes" else []
+        # a space, and what a text needs to spell out the name of a byte or of the unknown without becoming it
+        letters = sorted({SPACE, *("".join([UNKNOWN, *always]) if always else "")})
+        inner = _blank(models.Unigram(), library_unigram([], self.normal, self.fallback))
+        trainer = trainers.UnigramTrainer(
+            vocab_size=self.size - len(always) - 1,
+            unk_token=UNKNOWN,
+            initial_alphabet=letters,
+            show_progress=False,
+        )
+        try:
+            inner.train_from_iterator(_checked(texts), trainer)
+        except Exception as error:  # the library raises nothing narrower
+            if "not large enough" not in str(error):
+                raise
+            raise ConfigError(f"tokenizer.size: {self.size} is too small for the characters of the texts") from None
+        learned: list[tuple[str, float | None]] = json.loads(inner.to_str())["model"]["vocab"]
+        taken = {UNKNOWN, END, *always}
+        scores = _probable([(piece, score) for piece, score in learned if piece not in taken])
+        return LibraryTokenizer(library_unigram(scores, self.normal, self.fallback))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class File:
     """A tokenizer.json that exists already, or a folder that holds one."""
 
@@ -90,10 +235,53 @@ class File:
         return open_tokenizer(Path(self.path))
 
 
-TOKENIZERS: dict[str, type[Any]] = {"chars": Chars, "bytes": Bytes, "bpe": Bpe, "file": File}
+TOKENIZERS: dict[str, type[Any]] = {
+    "chars": Chars,
+    "bytes": Bytes,
+    "bpe": Bpe,
+    "words": Words,
+    "word-bpe": EndOfWordBpe,
+    "wordpiece": WordPiece,
+    "unigram": Unigram,
+    "file": File,
+}
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         utf8(text)
         yield text
+
+
+def _blank(model: models.Model, like: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer to train: with special tokens the library would take their spellings out of the texts."""
+    inner = tokenizers.Tokenizer(model)
+    inner.normalizer, inner.pre_tokenizer = like.normalizer, like.pre_tokenizer
+    return inner
+
+
+def _sizes(size: int, least: int, what: str, min_count: int) -> None:
+    """Refuse a vocabulary without room for what it always holds, and a count that is none."""
+    problems = []
+    if size < least:
+        problems.append(f"size: {size} is too small for {what}; at least {least}")
+    if min_count < 1:
+        problems.append(f"min_count: {min_count} is not a count; at least 1")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _fits(size: int, needed: int, what: str) -> None:
+    if needed > size:
+        raise ConfigError(f"tokenizer.size: {size} is too small for {what}; at least {needed}")
+
+
+def _ended(word: str, symbol: Symbol) -> tuple[str, ...]:
+    return (*word, " ") if symbol == "separate" else (*word[:-1], word[-1] + " ")
+
+
+def _probable(scores: list[tuple[str, float | None]]) -> list[tuple[str, float]]:
+    """Log-probabilities; on a text that is almost empty the library's are not even numbers."""
+    usable = [score for _, score in scores if score is not None and math.isfinite(score) and score < 0]
+    floor = min(usable, default=-1.0)
+    return [(piece, score if score is not None and floor <= score < 0 else floor) for piece, score in scores]

@@ -1,25 +1,22 @@
 """One protocol over the `tokenizers` library: text to ids and back, with special ids that come only from code.
 
-Three kinds share it. `chars` has one id per character, `bytes` one per byte, `bpe` merges bytes inside GPT-2's
-pre-split words. All three live in a tokenizer.json that the library itself can read.
+Every kind lives in a tokenizer.json that the library itself can read; `library` says how each one is set up there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, final
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
-from trivium.errors import DataError, RequestError
+from trivium.errors import DataError
 from trivium.files import write_atomic
-
-END = "<|endoftext|>"
-UNKNOWN = "<|unk|>"  # a character that `chars` has not seen: it comes from text, so it is not among the specials
+from trivium.text.library import END, UNKNOWN, joint_of, kind_of, pieces_of, specials_of, with_specials
+from trivium.text.pieces import Joint, Pieces
 
 
 class Tokenizer(Protocol):
@@ -27,7 +24,7 @@ class Tokenizer(Protocol):
 
     @property
     def kind(self) -> str:
-        """The name of the kind: chars, bytes or bpe."""
+        """The name of the kind: chars, bytes, bpe, word-bpe, wordpiece or unigram."""
 
     @property
     def size(self) -> int:
@@ -49,11 +46,18 @@ class Tokenizer(Protocol):
     def exact_cut(self) -> bool:
         """Whether a text may be cut anywhere and give the same ids as when encoded whole."""
 
+    @property
+    def joint(self) -> Joint:
+        """How the bytes of pieces join to a text, for decoding one id at a time."""
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text, never a special one; a text with a lone surrogate is a DataError."""
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, in order, encoded on all cores."""
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters of the text, first to last exclusive, that each id of `encode` stands for."""
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = False) -> str:
         """The text of some ids: bytes that are not UTF-8 become U+FFFD, specials are spelled out unless skipped."""
@@ -63,6 +67,15 @@ class Tokenizer(Protocol):
 
     def piece_bytes(self, id: int) -> bytes:
         """The bytes that one id stands for, which may be part of a character; none for a special."""
+
+    def starts_word(self, id: int) -> bool:
+        """Whether a word begins with this id whatever came before it; so does a special."""
+
+    def ends_word(self, id: int) -> bool:
+        """Whether a word ends with this id whatever comes next; a border between two ids is either of the two."""
+
+    def extended(self, spellings: Sequence[str]) -> Tokenizer:
+        """The same tokenizer with these special tokens under new ids, in order; those it has keep theirs."""
 
     def serialise(self) -> str:
         """The JSON text of tokenizer.json."""
@@ -85,11 +98,10 @@ class LibraryTokenizer:
         self._vocabulary = inner.get_vocab(with_added_tokens=True)
         if sorted(self._vocabulary.values()) != list(range(len(self._vocabulary))):
             raise DataError("its ids are not 0, 1, 2, ... without holes")
-        added = inner.get_added_tokens_decoder()
-        self._specials = {token.content: id for id, token in sorted(added.items()) if token.special}
+        self._specials = specials_of(inner)
         if END not in self._specials:
             raise DataError(f"it has no special token {END}")
-        self._kind = _kind_of(inner)
+        self._kind = kind_of(inner)
         forged = {id for ids in self.encode_many(list(self._specials)) for id in ids}
         if not forged.isdisjoint(self._specials.values()):
             raise DataError("it takes the spelling of a special token in a text for the token itself")
@@ -118,6 +130,10 @@ class LibraryTokenizer:
     def exact_cut(self) -> bool:
         return self._kind in ("chars", "bytes")
 
+    @property
+    def joint(self) -> Joint:
+        return joint_of(self._kind)
+
     def encode(self, text: str) -> list[int]:
         return self.encode_many([text])[0]
 
@@ -132,17 +148,39 @@ class LibraryTokenizer:
         encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        utf8(text)
+        offsets: list[tuple[int, int]] = self._inner.encode(text, add_special_tokens=False).offsets
+        return offsets
+
     def decode(self, ids: Sequence[int], *, skip_specials: bool = False) -> str:
-        for id in (min(ids), max(ids)) if len(ids) else ():
-            self._known(id)
-        return self._inner.decode(list(ids), skip_special_tokens=skip_specials)
+        return self._pieces.text(ids, skip_specials=skip_specials)
 
     def piece(self, id: int) -> str:
-        piece = self._pieces[self._known(id)]
-        return piece if piece.isprintable() else piece.encode("unicode_escape").decode()
+        name = self._pieces[id].name
+        return name if name.isprintable() else name.encode("unicode_escape").decode()
 
     def piece_bytes(self, id: int) -> bytes:
-        return self._piece_bytes[self._known(id)]
+        return self._pieces[id].raw
+
+    def starts_word(self, id: int) -> bool:
+        return self._pieces[id].starts
+
+    def ends_word(self, id: int) -> bool:
+        return self._pieces[id].ends
+
+    def extended(self, spellings: Sequence[str]) -> Tokenizer:
+        new = [text for text in dict.fromkeys(spellings) if text not in self._specials]
+        for text in new:
+            # The library would make the piece itself special, under an id that texts already give.
+            if not text or text in self._vocabulary:
+                raise DataError(
+                    f"{text!r} cannot be a special token: it is empty or a piece of text; spell it otherwise"
+                )
+            utf8(text)
+        if not new:
+            return self
+        return LibraryTokenizer(with_specials(tokenizers.Tokenizer.from_str(self.serialise()), new))
 
     def serialise(self) -> str:
         return self._inner.to_str(pretty=True)
@@ -150,21 +188,10 @@ class LibraryTokenizer:
     def save(self, path: Path) -> None:
         write_atomic(path, self.serialise().encode())
 
-    def _known(self, id: int) -> int:
-        # The library drops an id that it does not know without a word.
-        if not 0 <= id < self.size:
-            raise RequestError(f"there is no id {id}: the tokenizer has {self.size}, from 0 to {self.size - 1}")
-        return id
-
     @cached_property
-    def _pieces(self) -> list[str]:
-        return sorted(self._vocabulary, key=self._vocabulary.__getitem__)
-
-    @cached_property
-    def _piece_bytes(self) -> list[bytes]:
-        specials = set(self._specials)
-        to_byte = {} if self._kind == "chars" else {character: byte for byte, character in enumerate(byte_alphabet())}
-        return [b"" if piece in specials else _bytes_of(piece, to_byte) for piece in self._pieces]
+    def _pieces(self) -> Pieces:
+        names = sorted(self._vocabulary, key=self._vocabulary.__getitem__)
+        return Pieces(pieces_of(self._kind, names, self._specials), self._specials, self.joint)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -180,12 +207,15 @@ def open_tokenizer(path: Path) -> Tokenizer:
         raise DataError(f"{file} cannot be read: {error.strerror}; name a tokenizer.json") from None
     try:
         inner = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:
+        # The library raises nothing narrower than Exception, and what it did not foresee is not even one.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise DataError(f"{file} is not a tokenizer.json ({error}); name another file or train anew") from None
     try:
         return LibraryTokenizer(inner)
     except DataError as error:
-        raise DataError(f"{file} cannot be used: {error}; name a chars, bytes or byte-level BPE file") from None
+        raise DataError(f"{file} cannot be used: {error}; name a file of a kind that trivium trains") from None
 
 
 def utf8(text: str) -> bytes:
@@ -197,60 +227,3 @@ def utf8(text: str) -> bytes:
         raise DataError(
             f"the text has a lone surrogate, U+{code:04X}, at character {error.start}; remove or replace it"
         ) from None
-
-
-def byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in the pieces of byte-level kinds."""
-    # GPT-2's table: printable Latin-1 stands for itself, the other 68 bytes for U+0100 onwards.
-    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (byte for byte in range(256) if byte not in plain)
-    shifted = {byte: 256 + place for place, byte in enumerate(others)}
-    return [chr(shifted.get(byte, byte)) for byte in range(256)]
-
-
-def library_chars(characters: Iterable[str]) -> tokenizers.Tokenizer:
-    """The library's tokenizer with one id per character, ordered by code point."""
-    vocabulary = {character: id for id, character in enumerate(sorted(characters))}
-    vocabulary[UNKNOWN] = len(vocabulary)
-    inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    return with_end(inner)
-
-
-def library_bytes() -> tokenizers.Tokenizer:
-    """The library's tokenizer in which every byte is its own id."""
-    vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
-    inner = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    return with_end(inner)
-
-
-def with_end(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """`inner` with the special token <|endoftext|>, under the last id if its vocabulary did not have it yet."""
-    inner.add_special_tokens([tokenizers.AddedToken(END, special=True, normalized=False)])
-    return inner
-
-
-def _kind_of(inner: tokenizers.Tokenizer) -> str:
-    """The kind of a library tokenizer: chars and bytes are exactly what we write, bpe is anything byte-level."""
-    vocabulary = inner.get_vocab(with_added_tokens=False)
-    if isinstance(inner.model, models.WordLevel):
-        characters = [piece for piece in vocabulary if len(piece) == 1]
-        if library_chars(characters).to_str() == inner.to_str():
-            return "chars"
-    elif isinstance(inner.model, models.BPE) and isinstance(inner.decoder, decoders.ByteLevel):
-        if library_bytes().to_str() == inner.to_str():
-            return "bytes"
-        if missing := set(byte_alphabet()) - set(vocabulary):
-            raise DataError(f"it has no piece for {len(missing)} of the 256 bytes")
-        return "bpe"
-    raise DataError(f"its {type(inner.model).__name__} model is not of a kind that trivium knows")
-
-
-def _bytes_of(piece: str, to_byte: Mapping[str, int]) -> bytes:
-    # As the library's decoder: a piece with any character outside the alphabet stands for its own spelling.
-    if all(character in to_byte for character in piece):
-        return bytes(to_byte[character] for character in piece)
-    return piece.encode()
