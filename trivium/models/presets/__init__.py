@@ -1,19 +1,19 @@
-"""Named systems, one function each; the table is what `tv.presets()` lists."""
+"""Named systems; the table is what `tv.presets()` lists."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from trivium.models.presets import bart, bert, gpt, llama, t5, transformer
+from trivium.models.presets.preset import Preset
 
-from trivium.models.config import ModelConfig
-from trivium.models.presets import gpt, llama
-
-PRESETS: dict[str, Callable[[], ModelConfig]] = {
-    "gpt": gpt.gpt,
-    "gpt2": gpt.gpt2,
-    "gpt2-medium": gpt.gpt2_medium,
-    "gpt2-large": gpt.gpt2_large,
-    "gpt2-xl": gpt.gpt2_xl,
-    "gpt-mini": gpt.gpt_mini,
-    "llama-mini": llama.llama_mini,
-    "smollm2-135m": llama.smollm2_135m,
+PRESETS: dict[str, Preset] = {
+    **gpt.MINI,
+    **bert.MINI,
+    **t5.MINI,
+    **llama.MINI,
+    **transformer.PUBLISHED,
+    **gpt.PUBLISHED,
+    **bert.PUBLISHED,
+    **t5.PUBLISHED,
+    **bart.PUBLISHED,
+    **llama.PUBLISHED,
 }

@@ -1,79 +1,119 @@
-"""GPT (2018), GPT-2 and our own small decoder (spec: models §2)."""
+"""GPT (2018), GPT-2, GPT-3, OPT and our own small decoder (spec: models §2, §3)."""
 
 from __future__ import annotations
 
-from trivium.models.config import Block, ModelConfig, Stack
+from typing import NamedTuple
+
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.presets.preset import Preset, rows
 from trivium.parts.attention import MultiHead
 from trivium.parts.embeddings import Tokens
 from trivium.parts.feedforward import Mlp
 from trivium.parts.init import FanIn, Gpt, Gpt2
 from trivium.parts.norms import LayerNorm, RMSNorm
-from trivium.parts.output import Softmax
 from trivium.parts.positions import Learned, Rotary
 from trivium.parts.residual import Post, Pre
 
 
-def gpt() -> ModelConfig:
-    """GPT (2018): post-norm, tanh-GELU, learned positions, dropout 0.1 everywhere."""
-    block = Block(
-        attention=MultiHead(heads=12, bias="all", dropout=0.1),
+class Shape(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+
+
+GPT = {"gpt": Shape(12, 768, 12)}
+GPT2 = {
+    "gpt2": Shape(12, 768, 12),
+    "gpt2-medium": Shape(24, 1024, 16),
+    "gpt2-large": Shape(36, 1280, 20),
+    "gpt2-xl": Shape(48, 1600, 25),
+}
+GPT3 = {
+    "gpt3-small": Shape(12, 768, 12),
+    "gpt3-medium": Shape(24, 1024, 16),
+    "gpt3-large": Shape(24, 1536, 16),
+    "gpt3-xl": Shape(24, 2048, 16),  # the paper prints 24 heads of 128, which are not 2048 wide
+    "gpt3-2.7b": Shape(32, 2560, 32),
+    "gpt3-6.7b": Shape(32, 4096, 32),
+    "gpt3-13b": Shape(40, 5120, 40),  # the paper prints a width of 5140, which 40 heads of 128 do not have
+    "gpt3-175b": Shape(96, 12_288, 96),
+}
+OPT = {
+    "opt-125m": Shape(12, 768, 12),
+    "opt-760m": Shape(24, 1536, 16),
+    "opt-1.3b": Shape(24, 2048, 32),
+    "opt-2.7b": Shape(32, 2560, 32),
+    "opt-6.7b": Shape(32, 4096, 32),
+    "opt-13b": Shape(40, 5120, 40),
+    "opt-30b": Shape(48, 7168, 56),
+    "opt-66b": Shape(64, 9216, 72),
+    "opt-175b": Shape(96, 12_288, 96),
+}
+
+
+def _block(shape: Shape, residual: Pre | Post) -> Block:
+    """Biases everywhere, tanh-GELU, learned positions, dropout 0.1 everywhere."""
+    return Block(
+        attention=MultiHead(heads=shape.heads, bias="all", dropout=0.1),
         feedforward=Mlp(activation="gelu-tanh"),
         norm=LayerNorm(eps=1e-5),
-        residual=Post(),
+        residual=residual,
         position=Learned(),
         dropout=0.1,
     )
+
+
+def gpt(shape: Shape) -> ModelConfig:
     return ModelConfig(
-        width=768,
+        width=shape.width,
         context=512,
         vocab=40_478,
         embedding=Tokens(dropout=0.1),
-        decoder=Stack(layers=12, block=block),
+        decoder=Stack(layers=shape.layers, block=_block(shape, Post())),
         init=Gpt(),
     )
 
 
-def _gpt2(width: int, layers: int, heads: int) -> ModelConfig:
-    block = Block(
-        attention=MultiHead(heads=heads, bias="all", dropout=0.1),
-        feedforward=Mlp(activation="gelu-tanh"),
-        norm=LayerNorm(eps=1e-5),
-        residual=Pre(),
-        position=Learned(),
-        dropout=0.1,
-    )
+def _pre_norm(shape: Shape, context: int) -> ModelConfig:
     return ModelConfig(
-        width=width,
-        context=1024,
+        width=shape.width,
+        context=context,
         vocab=50_257,
         embedding=Tokens(dropout=0.1),
-        decoder=Stack(layers=layers, block=block),
+        decoder=Stack(layers=shape.layers, block=_block(shape, Pre())),
         init=Gpt2(),
     )
 
 
-def gpt2() -> ModelConfig:
-    """GPT-2 small, 124M."""
-    return _gpt2(768, 12, 12)
+def gpt2(shape: Shape) -> ModelConfig:
+    return _pre_norm(shape, context=1024)
 
 
-def gpt2_medium() -> ModelConfig:
-    """GPT-2 medium, 355M."""
-    return _gpt2(1024, 24, 16)
+def gpt3(shape: Shape) -> ModelConfig:
+    """The dense form: the bands of the alternating sparse layers are unpublished."""
+    return _pre_norm(shape, context=2048)
 
 
-def gpt2_large() -> ModelConfig:
-    """GPT-2 large, 774M."""
-    return _gpt2(1280, 36, 20)
-
-
-def gpt2_xl() -> ModelConfig:
-    """GPT-2 XL, 1558M."""
-    return _gpt2(1600, 48, 25)
+def opt(shape: Shape) -> ModelConfig:
+    block = Block(
+        attention=MultiHead(heads=shape.heads, bias="all"),
+        feedforward=Mlp(activation="relu"),
+        norm=LayerNorm(eps=1e-5),
+        residual=Pre(),
+        position=Learned(offset=2),
+        dropout=0.1,  # none on embeddings
+    )
+    return ModelConfig(
+        width=shape.width,
+        context=2048,
+        vocab=50_272,
+        decoder=Stack(layers=shape.layers, block=block),
+        init=Gpt2(std=0.006),  # the OPT paper, after Megatron
+    )
 
 
 def gpt_mini() -> ModelConfig:
-    """Our small decoder for a laptop: rotary positions, RMSNorm, squared ReLU, no biases."""
     block = Block(
         attention=MultiHead(heads=4, norm="rms"),
         feedforward=Mlp(activation="relu2", bias=False),
@@ -81,11 +121,14 @@ def gpt_mini() -> ModelConfig:
         residual=Pre(),
         position=Rotary(),
     )
-    return ModelConfig(
-        width=256,
-        context=256,
-        embedding=Tokens(),
-        decoder=Stack(layers=4, block=block),
-        output=Softmax(),
-        init=FanIn(),
-    )
+    return ModelConfig(width=256, context=256, decoder=Stack(layers=4, block=block), init=FanIn())
+
+
+MINI = {"gpt-mini": Preset("Our small decoder: rotary positions, RMSNorm, squared ReLU, no biases.", gpt_mini)}
+
+PUBLISHED = {
+    **rows("GPT (2018): post-norm decoder, tanh-GELU, learned positions.", gpt, GPT),
+    **rows("GPT-2: pre-norm decoder with a final norm.", gpt2, GPT2),
+    **rows("GPT-3, with dense attention in every layer.", gpt3, GPT3),
+    **rows("OPT: GPT-3's shapes with ReLU and learned positions from 2 on.", opt, OPT),
+}

@@ -2,35 +2,111 @@
 
 from __future__ import annotations
 
-from trivium.models.config import Block, ModelConfig, Stack
+from typing import Literal, NamedTuple
+
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.presets.preset import Preset, rows
 from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
+from trivium.parts.embeddings import Tie, Tokens
 from trivium.parts.feedforward import Glu
 from trivium.parts.init import Gpt
 from trivium.parts.norms import RMSNorm
-from trivium.parts.positions import Rotary
+from trivium.parts.positions import Llama3, NoScaling, Rotary, Scaling
 from trivium.parts.residual import Pre
 
 
-def _block(heads: int, groups: int, head: int, hidden: int, eps: float, theta: float) -> Block:
-    return Block(
-        attention=MultiHead(heads=heads, groups=groups, head=head),
-        feedforward=Glu(hidden=hidden),
-        norm=RMSNorm(eps=eps),
+class Shape(NamedTuple):
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    groups: int
+    head: int
+    vocab: int
+    context: int
+    eps: float = 1e-5
+    theta: float = 10_000.0
+    scaling: Scaling = NoScaling()
+    tie: Tie = "none"
+    norm: Literal["none", "rms"] = "none"  # of queries and keys
+    window: int = 0
+
+
+LLAMA = {
+    "llama-7b": Shape(32, 4096, 11_008, 32, 32, 128, 32_000, 2048, eps=1e-6),
+    "llama-13b": Shape(40, 5120, 13_824, 40, 40, 128, 32_000, 2048, eps=1e-6),
+    "llama-33b": Shape(60, 6656, 17_920, 52, 52, 128, 32_000, 2048, eps=1e-6),
+    "llama-65b": Shape(80, 8192, 22_016, 64, 64, 128, 32_000, 2048),
+    "llama2-7b": Shape(32, 4096, 11_008, 32, 32, 128, 32_000, 4096),
+    "llama2-13b": Shape(40, 5120, 13_824, 40, 40, 128, 32_000, 4096),
+    "llama2-70b": Shape(80, 8192, 28_672, 64, 8, 128, 32_000, 4096),
+    "llama3-8b": Shape(32, 4096, 14_336, 32, 8, 128, 128_256, 8192, theta=5e5),
+    "llama3-70b": Shape(80, 8192, 28_672, 64, 8, 128, 128_256, 8192, theta=5e5),
+}
+_8, _32 = Llama3(factor=8), Llama3(factor=32)
+SCALED = {
+    "llama3.1-405b": Shape(126, 16_384, 53_248, 128, 8, 128, 128_256, 131_072, theta=5e5, scaling=_8),
+    "llama3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128_256, 131_072, theta=5e5, scaling=_32, tie="all"),
+    "llama3.2-3b": Shape(28, 3072, 8192, 24, 8, 128, 128_256, 131_072, theta=5e5, scaling=_32, tie="all"),
+}
+MISTRAL = {
+    "mistral-7b": Shape(32, 4096, 14_336, 32, 8, 128, 32_000, 32_768, window=4096),
+    "mistral-7b-v0.3": Shape(32, 4096, 14_336, 32, 8, 128, 32_768, 32_768, theta=1e6),
+}
+SMOLLM2 = {
+    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, 8192, theta=1e5, tie="all"),
+    "smollm2-360m": Shape(32, 960, 2560, 15, 5, 64, 49_152, 8192, theta=1e5, tie="all"),
+    "smollm2-1.7b": Shape(24, 2048, 8192, 32, 32, 64, 49_152, 8192, theta=1.3e5, tie="all"),
+}
+TINYLLAMA = {"tinyllama-1.1b": Shape(22, 2048, 5632, 32, 4, 64, 32_000, 2048)}
+
+
+def _qwen3(layers: int, width: int, hidden: int, heads: int, tie: Tie) -> Shape:
+    return Shape(layers, width, hidden, heads, 8, 128, 151_936, 40_960, 1e-6, 1e6, tie=tie, norm="rms")
+
+
+QWEN3 = {
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, "all"),
+    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, "all"),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, "all"),
+    "qwen3-8b": _qwen3(36, 4096, 12_288, 32, "none"),
+    "qwen3-14b": _qwen3(40, 5120, 17_408, 40, "none"),
+    "qwen3-32b": _qwen3(64, 5120, 25_600, 64, "none"),
+}
+LLAMA_MINI = Shape(6, 256, 704, 8, 2, 32, vocab=0, context=256)
+
+
+def llama(shape: Shape) -> ModelConfig:
+    """Pre-norm with RMSNorm, SwiGLU, rotary positions, no biases."""
+    block = Block(
+        attention=MultiHead(
+            heads=shape.heads, groups=shape.groups, head=shape.head, norm=shape.norm, window=shape.window
+        ),
+        feedforward=Glu(hidden=shape.hidden),
+        norm=RMSNorm(eps=shape.eps),
         residual=Pre(),
-        position=Rotary(theta=theta),
+        position=Rotary(theta=shape.theta, scaling=shape.scaling),
     )
-
-
-def smollm2_135m() -> ModelConfig:
-    """SmolLM2 135M: 30 narrow layers, grouped attention, tied."""
-    block = _block(heads=9, groups=3, head=64, hidden=1536, eps=1e-5, theta=100_000.0)
-    return ModelConfig(width=576, context=8192, vocab=49_152, decoder=Stack(layers=30, block=block), init=Gpt())
-
-
-def llama_mini() -> ModelConfig:
-    """A LLaMA that trains on a laptop: grouped attention, SwiGLU, rotary positions, untied output."""
-    block = _block(heads=8, groups=2, head=32, hidden=704, eps=1e-5, theta=10_000.0)
     return ModelConfig(
-        width=256, context=256, embedding=Tokens(tie="none"), decoder=Stack(layers=6, block=block), init=Gpt()
+        width=shape.width,
+        context=shape.context,
+        vocab=shape.vocab,
+        embedding=Tokens(tie=shape.tie),
+        decoder=Stack(layers=shape.layers, block=block),
+        init=Gpt(),
     )
+
+
+MINI: dict[str, Preset] = rows(
+    "A LLaMA for a laptop: grouped attention, untied output.", llama, {"llama-mini": LLAMA_MINI}
+)
+
+PUBLISHED = {
+    **rows("LLaMA: pre-norm decoder, RMSNorm, SwiGLU, rotary positions.", llama, LLAMA),
+    **rows("LLaMA with rotary frequencies scaled to 131,072 tokens.", llama, SCALED),
+    **rows("Mistral: grouped attention; v0.1 sees 4,096 tokens back.", llama, MISTRAL),
+    **rows("SmolLM2: a small tied LLaMA.", llama, SMOLLM2),
+    **rows("TinyLlama: LLaMA-2 small, with four key and value heads.", llama, TINYLLAMA),
+    **rows("Qwen3: LLaMA with normed queries and keys.", llama, QWEN3),
+}

@@ -1,0 +1,67 @@
+"""BART and Marian: post-norm encoder-decoders with biases (spec: models §8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.presets.preset import Preset, rows
+from trivium.parts.attention import MultiHead
+from trivium.parts.embeddings import Tokens
+from trivium.parts.feedforward import Activation, Mlp
+from trivium.parts.init import Gpt
+from trivium.parts.norms import LayerNorm
+from trivium.parts.positions import Learned, Position, Sinusoidal
+from trivium.parts.residual import Post
+
+
+class Shape(NamedTuple):
+    layers: int  # of each side
+    width: int
+    heads: int
+
+
+BART = {"bart-base": Shape(6, 768, 12), "bart-large": Shape(12, 1024, 16)}
+
+
+def _both(
+    shape: Shape, *, context: int, vocab: int, activation: Activation, position: Position, embedding: Tokens
+) -> ModelConfig:
+    attention = MultiHead(heads=shape.heads, bias="all", dropout=0.1)
+    block = Block(
+        attention=attention,
+        feedforward=Mlp(activation=activation),
+        norm=LayerNorm(eps=1e-5),
+        residual=Post(),
+        position=position,
+        dropout=0.1,
+    )
+    return ModelConfig(
+        width=shape.width,
+        context=context,
+        vocab=vocab,
+        embedding=embedding,
+        encoder=Stack(layers=shape.layers, block=block),
+        decoder=Stack(layers=shape.layers, block=replace(block, cross=attention)),
+        init=Gpt(),
+    )
+
+
+def bart(shape: Shape) -> ModelConfig:
+    embedding = Tokens(norm=LayerNorm(eps=1e-5), dropout=0.1)
+    return _both(shape, context=1024, vocab=50_265, activation="gelu", position=Learned(offset=2), embedding=embedding)
+
+
+def marian() -> ModelConfig:
+    """Positions are computed, so that the two tables of published files are no parameters here."""
+    embedding = Tokens(scale="root", dropout=0.1)
+    position = Sinusoidal(layout="halves")
+    return _both(Shape(6, 512, 8), context=512, vocab=58_101, activation="silu", position=position, embedding=embedding)
+
+
+PUBLISHED = {
+    **rows("BART: post-norm encoder-decoder, erf-GELU, normed embeddings.", bart, BART),
+    "marian": Preset("Marian (opus-mt): post-norm encoder-decoder for translation, Swish, sinusoids.", marian),
+}
