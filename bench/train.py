@@ -22,15 +22,19 @@ from bench.table import machine, rounds, summary, table
 from trivium.data.loader import Order
 from trivium.data.packing import Rows
 from trivium.data.shards import Stream
-from trivium.models.config import Block, ModelConfig, Stack
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build
 from trivium.optim.optimizers import AdamW
 from trivium.optim.schedules import Constant
 from trivium.parts.attention import MultiHead
+from trivium.text.kinds import Bytes
 from trivium.training.device import autocast, choose, settle
 from trivium.training.guards import Soundness
-from trivium.training.loop import Job, computation, updates
+from trivium.training.job import Job
+from trivium.training.loop import computation, updates
 from trivium.training.recipe import BatchConfig, Recipe
+from trivium.training.scaling import scaler
 
 OPTIM = AdamW(rate=3e-4)
 CLIP = 1.0
@@ -172,14 +176,19 @@ def recipe(
 
 def our_steps(model: Transformer, plan: Recipe, rows: Rows, number: int) -> Callable[[], None]:
     """`number` updates by trivium's own training loop."""
+    task = plan.objective.bind(Bytes().build([]), plan.model)  # its ids do not matter: nothing is masked
     job = Job(
         recipe=plan,
         model=model,
+        task=task,
+        average=plan.average.build(model),
+        scaler=scaler(plan.precision),
+        micro=plan.micro,
         optimizer=plan.optim.build(model),
         rows=rows,
         order=Order(len(rows), plan.batch.rows, plan.seed),
         soundness=Soundness(plan.nonfinite, model.device),
-        compute=computation(model, plan.objective, autocast(plan), plan.compile == "on"),
+        compute=computation(model, task, autocast(plan), plan.compile == "on"),
         total=sys.maxsize,
     )
     endless = updates(job)

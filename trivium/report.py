@@ -40,7 +40,7 @@ def page(folder: Path) -> str:
         "<h2>Loss, nats per token</h2>",
         curve([(row["step"], row["loss"]) for row in trained], [(row["step"], row["loss"]) for row in scored]),
         "<h2>Validation</h2>",
-        _table(["step", "loss", "bits per byte"], [(r["step"], r["loss"], r["bits_per_byte"]) for r in scored]),
+        _table(["step", "loss", "bits per byte"], [(r["step"], r["loss"], r.get("bits_per_byte")) for r in scored]),
         "<h2>Samples</h2>",
         *(_sample(row) for row in reversed(_lines(folder / "samples.jsonl"))),
         "<h2>Machine</h2>",
@@ -123,25 +123,27 @@ def _summary(trained: list[dict[str, Any]], scored: list[dict[str, Any]], tests:
     words = [f"{trained[-1]['step']} steps in {trained[-1].get('seconds', 0):.0f} s"]
     if scored:
         best = min(scored, key=lambda row: float(row["loss"]))
-        words.append(f"best validation {best['bits_per_byte']:.3f} bits per byte at step {best['step']}")
-    words += [f"test {row['bits_per_byte']:.3f} bits per byte" for row in tests[-1:]]
+        words.append(f"best validation {_score(best)} at step {best['step']}")
+    words += [f"test {_score(row)}" for row in tests[-1:]]
     return "; ".join(words) + "."
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[float]]) -> str:
+def _score(row: dict[str, Any]) -> str:
+    """Bits per byte where an objective scores a whole text, else its own loss."""
+    bits = row.get("bits_per_byte")
+    return f"{row['loss']:.3f} nats" if bits is None else f"{bits:.3f} bits per byte"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[float | None]]) -> str:
     top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f'<td class="number">{_number(v)}</td>' for v in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
 
 
-def _number(value: float) -> str:
-    return (
-        str(value)
-        if isinstance(value, int)
-        else f"{value:.4f}"
-        if isinstance(value, float)
-        else html.escape(str(value))
-    )
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" if isinstance(value, float) else html.escape(str(value))
 
 
 def _sample(row: dict[str, Any]) -> str:
@@ -151,7 +153,7 @@ def _sample(row: dict[str, Any]) -> str:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for line in _read(path).splitlines():
+    for line in _read(path).split("\n"):  # not splitlines: a sample may hold a line separator of its own
         try:
             row = json.loads(line)
         except ValueError:

@@ -83,6 +83,42 @@ def test_the_newest_few_and_the_best_are_kept(
     assert len(os.listdir(store.folder)) == len(kept)
 
 
+@settings(max_examples=25, deadline=None)
+@given(gaps=st.lists(st.integers(1, 9), min_size=1, max_size=20), keep=st.integers(1, 3), margin=st.integers(0, 15))
+def test_one_checkpoint_old_enough_to_go_back_to_is_always_kept(
+    tmp_path_factory: pytest.TempPathFactory, gaps: list[int], keep: int, margin: int
+) -> None:
+    """At most two more than without a margin, and never one much older than necessary."""
+    store = Store(tmp_path_factory.mktemp("store"), keep=keep, margin=margin)
+    step, saved = 0, []
+    for gap in gaps:
+        step += gap
+        saved.append(step)
+        save(store, step)
+        kept = steps(store)
+        assert kept[-min(keep, len(saved)) :] == saved[-keep:]
+        assert len(kept) <= keep + 2
+        if saved[0] <= step - margin:
+            old = max(at for at in kept if at <= step - margin)
+            assert old > step - 2 * margin - 2 * keep * 9
+
+
+def test_what_is_discarded_goes_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, keep=9)
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    rename, seen = os.rename, []
+
+    def watching(source: Any, target: Any) -> None:
+        rename(source, target)
+        seen.append(steps(store))
+
+    monkeypatch.setattr(os, "rename", watching)
+    store.discard(item for item in store.checkpoints() if item.step > 2)
+    assert seen == [[1, 2, 3], [1, 2]]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=3)
     for step in (1, 2, 3):

@@ -34,13 +34,27 @@ def test_every_token_after_the_first_is_a_label_exactly_once(documents: list[lis
     batch = rows.take(np.arange(len(rows)))
     assert batch.ids.shape == (len(rows), context + 1)
     assert batch.labels.shape == batch.documents.shape == (len(rows), context)
-    assert [array.dtype.name for array in batch] == ["int64", "int64", "int32"]
+    assert [array.dtype.name for array in batch[:4]] == ["int64", "int64", "int32", "int64"]
+    assert batch.numbers.tolist() == list(range(len(rows)))
+    assert batch.stream is whole
     labels = batch.labels.ravel()
     assert labels[labels != -100].tolist() == whole.ids[1:].tolist()
     inputs = batch.ids[:, :-1].ravel()
     assert inputs[labels != -100].tolist() == whole.ids[:-1].tolist()
     assert set(inputs[labels == -100].tolist()) <= {END}
     assert (labels == -100).sum() < context
+
+
+@settings(max_examples=100, deadline=None)
+@given(DOCUMENTS, st.integers(1, 12))
+def test_the_texts_of_all_rows_are_the_stream_without_its_closing_end(documents: list[list[int]], length: int) -> None:
+    whole = stream(documents)
+    rows = Rows(whole, length)
+    batch = rows.take(np.arange(len(rows)))
+    assert batch.text.shape == (len(rows), length)
+    texts = [text[:real] for text, real in zip(batch.text.tolist(), batch.lengths.tolist(), strict=True)]
+    assert [id for text in texts for id in text] == whole.ids[:-1].tolist()
+    assert all(len(text) == length for text in texts[:-1])
 
 
 @settings(max_examples=200, deadline=None)

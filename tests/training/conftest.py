@@ -11,6 +11,7 @@ import pytest
 
 from trivium.config import load, overrides
 from trivium.training.events import Event
+from trivium.training.prepare import Ground, lay
 from trivium.training.recipe import Recipe
 from trivium.training.run import Session, open_run
 
@@ -40,6 +41,30 @@ SMALL: dict[str, Any] = {
     "sample.tokens": 5,
 }
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "encoder": {"objective": "masked", "model.encoder.kind": "plain", "model.decoder": "none"},
+    "encoder-decoder": {
+        "objective": "denoise",
+        "model.encoder.kind": "plain",
+        "model.decoder.block.cross.kind": "multi-head",
+        "model.decoder.block.cross.heads": 2,
+        "model.decoder.block.cross.dropout": 0.1,
+    },
+}
+
+
+def family(name: str) -> dict[str, Any]:
+    """The small settings for a model of another family: the same sides, with what teaches them."""
+    values = SMALL if name == "decoder" else SMALL | {"model.context": 32}
+    side = {key: value for key, value in values.items() if key.startswith("model.decoder.")}
+    rest = {key: value for key, value in values.items() if key not in side}
+    if name != "encoder":
+        rest |= side
+    if name != "decoder":
+        rest |= {key.replace("decoder", "encoder", 1): value for key, value in side.items()}
+    return rest | FAMILIES[name]
+
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -51,10 +76,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(text: Path) -> Callable[..., Recipe]:
-    """The small recipe with some settings changed: `small(seed=1, **{"batch.rows": 4})`."""
+    """The small recipe with some settings changed: `small("encoder", seed=1, **{"batch.rows": 4})`."""
 
-    def make(**changes: Any) -> Recipe:
-        values = {**SMALL, "data.paths": [str(text)], **changes}
+    def make(kind: str = "decoder", **changes: Any) -> Recipe:
+        values = {**family(kind), "data.paths": [str(text)], **changes}
         return load(Recipe, overrides(values))
 
     return make
@@ -62,6 +87,11 @@ def small(text: Path) -> Callable[..., Recipe]:
 
 def silent(*_: object) -> None:
     """A watcher that does not watch."""
+
+
+def laid(recipe: Recipe, runs: Path) -> Ground:
+    """What a run of the recipe stands on, for tests that drive its steps themselves."""
+    return lay(recipe, runs, say=silent, tick=silent)
 
 
 def start(recipe: Recipe, runs: Path) -> Session:

@@ -17,10 +17,14 @@ from tests.training.conftest import finish, resume, silent, start
 from trivium import api
 from trivium.checkpoints import format
 from trivium.checkpoints.store import Store
+from trivium.config import overrides
+from trivium.data.config import DataConfig
+from trivium.data.shards import build
 from trivium.errors import BusyError, CheckpointError, ConfigError, DataError, Diverged, OutOfMemory
 from trivium.evaluation.likelihood import score_text
 from trivium.files import Lock
 from trivium.parts.output import SoftmaxOutput
+from trivium.text.kinds import Bytes, Chars
 from trivium.training.calibrate import steps_for
 from trivium.training.events import Progress, Said, Sampled, Saved, Validated
 from trivium.training.loop import Update
@@ -47,7 +51,7 @@ def test_a_run_leaves_everything_that_was_promised(small: Make, tmp_path: Path) 
 
 
 def test_only_the_newest_and_the_best_checkpoints_are_kept(small: Make, tmp_path: Path) -> None:
-    session = start(small(**{"checkpoint.every": 1.0, "checkpoint.keep": 3}), tmp_path)
+    session = start(small(**{"checkpoint.every": 1.0, "checkpoint.keep": 3, "spike": "off"}), tmp_path)
     finish(session)
     kept = [item.step for item in Store(session.folder / "checkpoints").checkpoints()]
     scored = [row for row in rows(session.folder / "metrics.jsonl") if row["kind"] == "valid"]
@@ -78,11 +82,11 @@ def _closing_end(model: api.Model, ids: Any) -> float:
 
 
 def test_the_best_checkpoint_becomes_the_model(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trivium.training import run
+    from trivium.training import session as sitting
     from trivium.training.validate import Result
 
     told = iter([3.0, 1.0, 2.0, 2.5])
-    monkeypatch.setattr(run, "validate", lambda *_, **__: Result(next(told), 1.0))
+    monkeypatch.setattr(sitting, "validate", lambda *_, **__: Result(next(told), 1.0))
     session = start(small(), tmp_path)
     events = finish(session)
     assert any("step 10" in event.text for event in events if isinstance(event, Said))
@@ -206,12 +210,60 @@ def test_a_name_that_is_taken_is_refused(small: Make, tmp_path: Path) -> None:
         start(small(), tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"model.width": 32}, {"seed": 5}, {"tokenizer": "chars"}, {"batch.rows": 3}])
-def test_an_unsafe_change_on_resume_is_refused(small: Make, tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.width", 32),
+        ("seed", 5),
+        ("tokenizer", "chars"),
+        ("batch.rows", 3),
+        ("data.valid", 0.2),
+        ("objective", "prefix"),
+        ("optim", "muon"),
+        ("average", "ema"),
+        ("start", "elsewhere"),
+    ],
+)
+def test_an_unsafe_change_on_resume_is_refused(small: Make, tmp_path: Path, key: str, value: Any) -> None:
+    """R10: nothing but the folder of a laid run is needed to say so."""
     session = start(small(), tmp_path)
+    with pytest.raises(CheckpointError, match=rf"another configuration: {key}(\.\w+)? was .* start a new run"):
+        resume(session.folder, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("spike", "off", "spike.kind changed from 'rollback' to 'off'"),
+        ("spike.margin", 7, "spike.margin changed from 100 to 7"),
+        ("nonfinite", "rollback", "nonfinite changed from 'stop' to 'rollback'"),
+        ("optim.rate", 0.5, "optim.rate changed from 0.001 to 0.5"),
+        ("clip", 0.5, "clip changed from 1.0 to 0.5"),
+        ("schedule", "constant", "schedule.kind changed from 'cosine' to 'constant'"),
+        ("track", ["csv"], "track changed from [] to ['csv']"),
+    ],
+)
+def test_a_harmless_change_on_resume_is_printed(small: Make, tmp_path: Path, key: str, value: Any, words: str) -> None:
+    session = start(small(**{"optim.rate": 0.001}), tmp_path)
+    said: list[str] = []
+    open_run(session.folder, overrides({key: value}), say=said.append, tick=silent)
+    assert words in said
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_the_values_of_the_recipe_win_over_those_of_the_checkpoint(small: Make, tmp_path: Path, optimizer: str) -> None:
+    """R10: with a new rate of nearly nothing the weights stay where the checkpoint has them."""
+    session = start(small(**{"optim.kind": optimizer, "budget.steps": 10, "checkpoint.keep": 9}), tmp_path)
     finish(session)
-    with pytest.raises(CheckpointError, match="another configuration"):
-        resume(session.folder, **change)
+    rates = ["rate", "adam_rate", "head_rate"] if optimizer == "muon" else ["rate"]
+    tiny = {f"optim.{name}": 1e-12 for name in rates}
+    finish(resume(session.folder, **tiny, **{"budget.steps": 20, "optim.decay": 0.0}))
+    before, after = (
+        format.tensors(session.folder / "checkpoints" / f"step-000000{step}", "model") for step in (10, 20)
+    )
+    assert all(torch.allclose(before[name], after[name], rtol=0, atol=1e-9) for name in before)
+    told = [row["rate"] for row in rows(session.folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert max(told[10:]) <= 1e-12 < min(told[1:10])
 
 
 def test_a_safe_change_on_resume_is_said_and_kept(small: Make, tmp_path: Path) -> None:
@@ -244,6 +296,26 @@ def test_text_that_changed_since_the_run_began_is_refused(small: Make, tmp_path:
     copy.write_text(text.read_text() + "More.")
     with pytest.raises(CheckpointError, match=r"copy\.txt has changed"):
         finish(resume(session.folder, **{"budget.steps": 25}))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "valid.bin", "train.docs.bin"])
+@pytest.mark.parametrize("built", [False, True])
+def test_ids_that_changed_since_the_run_began_are_refused(
+    small: Make, tmp_path: Path, text: Path, name: str, built: bool
+) -> None:
+    """R11: a single byte, in a file of the same size, of the run's own shards or of shards built before."""
+    recipe = small()
+    shards = tmp_path / "shards"
+    if built:
+        build(DataConfig(paths=(str(text),), valid=0.1), Bytes().build([]), shards, progress=silent, say=silent)
+        recipe = small(**{"data.paths": [str(shards)]})
+    session = start(recipe, tmp_path / "runs")
+    path = (shards if built else session.folder / "data") / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name} has changed since it was built"):
+        resume(session.folder)
 
 
 @pytest.mark.parametrize(
@@ -358,10 +430,6 @@ def test_a_preset_on_resume_is_refused(small: Make, tmp_path: Path) -> None:
 
 
 def test_shards_bring_their_own_tokenizer(small: Make, tmp_path: Path, text: Path) -> None:
-    from trivium.data.config import DataConfig
-    from trivium.data.shards import build
-    from trivium.text.kinds import Chars
-
     chars = Chars().build([text.read_text()])
     build(DataConfig(paths=(str(text),)), chars, tmp_path / "shards", progress=silent, say=silent)
     session = start(small(**{"data.paths": [str(tmp_path / "shards")]}), tmp_path / "runs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from trivium import config as settings
 from trivium.checkpoints import format
+from trivium.checkpoints.format import Manifest, NewerFormat
+from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import sha256, temporary, write_atomic
 from trivium.models.config import ModelConfig
@@ -78,6 +80,48 @@ def model_from(
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be opened: {error}") from None
     return module.eval()
+
+
+def mean_weights(store: Store, count: int, *, say: Callable[[str], None]) -> tuple[dict[str, Tensor], list[int]]:
+    """The mean of the weights in a run's newest `count` checkpoints, and their steps.
+
+    Damaged ones are named through `say` and not counted; fewer whole ones than `count` are refused.
+    """
+    listed = {item.step: item.path for item in store.checkpoints()}  # of a step saved twice the newer one stands later
+    newest: dict[str, Tensor] = {}
+    total: dict[str, Tensor] = {}
+    steps: list[int] = []
+    for step in sorted(listed, reverse=True):
+        try:
+            found = weights_in(listed[step], format.verify(listed[step]))
+        except NewerFormat:
+            raise  # it is whole, and its steps must not be lost in silence
+        except CheckpointError as error:
+            say(f"skipped a checkpoint: {error}")
+            continue
+        if steps and {name: tensor.shape for name, tensor in found.items()} != {n: t.shape for n, t in newest.items()}:
+            raise CheckpointError(f"{listed[step]} holds other weights than {listed[steps[0]]}; they have no mean")
+        newest = newest or found
+        for name, tensor in found.items():  # summed in float64: the mean of equal weights is exactly that weight
+            total[name] = total[name] + tensor.double() if name in total else tensor.double()
+        steps.append(step)
+        if len(steps) == count:
+            mean = {name: _like(newest[name], total[name] / count) for name in total}
+            return mean, steps[::-1]
+    raise CheckpointError(
+        f"{store.folder} has {len(steps)} whole checkpoints, not {count}; average fewer, or train with "
+        f"checkpoint.keep={count}"
+    )
+
+
+def weights_in(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The weights of a checkpoint for use: where the run keeps a moving average, that one."""
+    averaged = format.tensors(folder, "average") if "average.safetensors" in manifest.files else {}
+    return format.tensors(folder, "model") | averaged
+
+
+def _like(newest: Tensor, mean: Tensor) -> Tensor:
+    return mean.to(newest.dtype) if newest.is_floating_point() else newest  # a count has no mean
 
 
 def card(path: Path) -> dict[str, Any]:

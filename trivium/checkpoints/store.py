@@ -42,11 +42,12 @@ class Checkpoint:
 class Store:
     """The folder that holds a run's checkpoints; one process at a time saves into it (the run's lock sees to that)."""
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2, margin: int = 0) -> None:
         if keep < 1:
             raise ConfigError(f"keep: at least 1 checkpoint must be kept, not {keep}")
         self.folder = folder
         self.keep = keep
+        self.margin = margin  # one checkpoint at least so many steps old is kept for going back
 
     def save(
         self,
@@ -94,13 +95,22 @@ class Store:
         for _, aside in hidden:
             remove(aside)
 
+    def discard(self, items: Iterable[Listed]) -> None:
+        """Delete checkpoints, newest first, so that what a killed process leaves is still the past of the run."""
+        newest_first = sorted(items, key=lambda item: item.step, reverse=True)
+        if newest_first:
+            self._retire(item.path for item in newest_first)
+
     def _prune(self, saved: int) -> None:
         """Keep the newest few up to the step just saved, the best, and whatever lies ahead of a run that went back."""
         listed = self.checkpoints()
-        behind = [item.path for item in listed if item.step <= saved]
+        behind = [item for item in listed if item.step <= saved]
         best = self._by_score(listed, lambda _: None)[:1]
-        kept = {*behind[-self.keep :], *(item.path for item in best)}
-        if gone := [path for path in behind if path not in kept]:
+        # the newest old one, and the oldest young one, which takes its place when it is old enough
+        old = [item for item in behind if item.step <= saved - self.margin]
+        spare = [*old[-1:], *behind[len(old) :][:1]]
+        kept = {item.path for item in (*behind[-self.keep :], *best, *spare)}
+        if gone := [item.path for item in behind if item.path not in kept]:
             self._retire(gone)
 
     def checkpoints(self) -> list[Listed]:

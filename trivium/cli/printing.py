@@ -42,7 +42,10 @@ def cell(value: Any) -> str:
 
 def bits(row: Mapping[str, Any] | None) -> str:
     """The score in a row of metrics, if there is one."""
-    return f"{row['bits_per_byte']:.4f} bits/byte" if row else ""
+    if not row:
+        return ""
+    found = row.get("bits_per_byte")
+    return f"{row['loss']:.4f} nats" if found is None else f"{found:.4f} bits/byte"
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -105,7 +105,8 @@ class LiveWatcher:
             table.add_column(name, justify="right")
         for step, loss, found in self._rows:
             mark = "best" if found.best else ""
-            table.add_row(str(step), f"{loss:.4f}", f"{found.loss:.4f}", f"{found.bits_per_byte:.4f}", mark)
+            bits = "" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
+            table.add_row(str(step), f"{loss:.4f}", f"{found.loss:.4f}", bits, mark)
         now_line = (
             f"step {now.step}/{now.total}  loss {now.loss:.4f}  norm {now.norm:.2f}  rate {now.rate:.2e}  "
             f"{now.tokens_per_second:,.0f} tok/s  {duration(now.seconds_left)} left"

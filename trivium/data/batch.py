@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,17 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """The model's inputs by name, the labels, and how many labels are real, known without asking the device."""
+    """The model's inputs by name, what the loss compares with, and how many labels are real, known to the host."""
 
-    inputs: dict[str, Tensor]
-    labels: Tensor
+    inputs: dict[str, Tensor]  # keyword arguments of the model
+    targets: dict[str, Tensor]  # "labels", and "where" if only some positions are looked at
     count: int
+    second: int = 0  # the labels of a second head
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`; to a GPU the copy runs beside the computation."""
         device = torch.device(device)
         inputs = {name: _moved(tensor, device) for name, tensor in self.inputs.items()}
-        return Batch(inputs=inputs, labels=_moved(self.labels, device), count=self.count)
+        targets = {name: _moved(tensor, device) for name, tensor in self.targets.items()}
+        return replace(self, inputs=inputs, targets=targets)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,24 +12,39 @@ from trivium.errors import ConfigError, DataError
 RowNumbers = npt.NDArray[np.int64]
 
 
-class Order:
-    """The rows of every global batch: each epoch is a fresh permutation that depends on (seed, epoch) alone."""
+class Ordering(Protocol):
+    """The rows of every global batch, as a function of the rows consumed before it."""
 
-    def __init__(self, rows: int, batch: int, seed: int) -> None:
+    @property
+    def size(self) -> int:
+        """Rows of a batch."""
+
+    def batch(self, cursor: int) -> RowNumbers:
+        """The row numbers from global position `cursor` (rows consumed so far) on."""
+
+
+class Order:
+    """Each epoch is a fresh permutation that depends on (seed, source, epoch) alone."""
+
+    def __init__(self, rows: int, batch: int, seed: int, source: int = 0) -> None:
         assert batch > 0
         if rows < 1:
             raise DataError("data.paths: the text is too short for a single row; name more text")
-        self.rows, self.size, self.seed = rows, batch, seed
+        self.rows, self.size, self.seed, self.source = rows, batch, seed, source
         # The permutation in use, kept because drawing one takes seconds for 10**8 rows; never a part of the state.
         self._epoch, self._permutation = -1, np.empty(0, np.int64)
 
     def batch(self, cursor: int) -> RowNumbers:
         """The row numbers from global position `cursor` (rows consumed so far) on, across the ends of epochs."""
-        parts: list[RowNumbers] = []
-        position, stop = cursor, cursor + self.size
+        return self.span(cursor, self.size)
+
+    def span(self, start: int, count: int) -> RowNumbers:
+        """`count` row numbers from position `start` on."""
+        parts: list[RowNumbers] = [np.empty(0, np.int64)]
+        position, stop = start, start + count
         while position < stop:
-            epoch, start = divmod(position, self.rows)
-            parts.append(self._order(epoch)[start : start + stop - position])
+            epoch, at = divmod(position, self.rows)
+            parts.append(self._order(epoch)[at : at + stop - position])
             position += len(parts[-1])
         return np.concatenate(parts)
 
@@ -38,7 +55,9 @@ class Order:
     def _order(self, epoch: int) -> RowNumbers:
         if epoch != self._epoch:
             key = np.array([self.seed % 2**64, epoch], np.uint64)
-            generator = np.random.Generator(np.random.Philox(key=key))
+            # the last word of the counter is never reached by counting: a stream of its own for each source
+            counter = np.array([0, 0, 0, self.source], np.uint64)
+            generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
             self._epoch, self._permutation = epoch, generator.permutation(self.rows)
         return self._permutation
 

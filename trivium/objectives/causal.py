@@ -1,11 +1,11 @@
 """Predict the next token (spec: objectives §1)."""
 
-# B rows, T tokens, D width
+# B rows, T tokens
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,38 +13,50 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
+from trivium.models.config import Family, ModelConfig
 from trivium.models.transformer import States
-from trivium.parts.output import IGNORED, Head
+from trivium.objectives.objective import counted, everywhere
+from trivium.parts.output import Head
+from trivium.text.tokenizer import Tokenizer
 
-
-class Objective(Protocol):
-    """A pure function from rows and a random generator to a batch, and from states to a summed loss."""
-
-    def inputs(self, rows: RowBatch, rng: np.random.Generator) -> Batch: ...
-    def loss(self, head: Head, states: States, labels: Tensor) -> Tensor: ...
+Documents = Literal["join", "mask"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Causal:
     """Logits at position t predict token t+1; every real token counts the same."""
 
-    documents: Literal["join", "mask"] = "join"  # may attention cross a document's border inside a row?
+    documents: Documents = "join"  # may attention cross a document's border inside a row?
+
+    @property
+    def families(self) -> frozenset[Family]:
+        return frozenset({"decoder"})
+
+    @property
+    def specials(self) -> tuple[str, ...]:
+        return ()
+
+    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> CausalTask:
+        return CausalTask(length=model.context, documents=self.documents)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CausalTask:
+    """Next tokens of rows as long as the context."""
+
+    length: int
+    documents: Documents = "join"
 
     def inputs(self, rows: RowBatch, rng: np.random.Generator) -> Batch:
-        tokens_BT = torch.from_numpy(rows.ids[:, :-1])
         labels_BT = torch.from_numpy(rows.labels)
-        inputs = {"tokens": tokens_BT}
+        inputs = {"tokens": torch.from_numpy(rows.ids[:, :-1])}
         if self.documents == "mask":
             documents_BT = torch.from_numpy(rows.documents)
             inputs |= {"documents": documents_BT, "positions": restarting(documents_BT)}
-        return Batch(inputs=inputs, labels=labels_BT, count=int((rows.labels != IGNORED).sum()))
+        return Batch(inputs=inputs, targets={"labels": labels_BT}, count=counted(labels_BT))
 
-    def loss(self, head: Head, states: States, labels: Tensor) -> Tensor:
-        """The sum of the counted tokens' losses in nats; the caller divides by the count of the whole step."""
-        return head.nll(states.hidden.flatten(0, 1), labels.flatten()).sum()
-
-
-OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal}
+    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
+        return everywhere(head, states, targets)
 
 
 def restarting(documents_BT: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How many steps fit a budget in minutes: measured once at the start on a copy that is thrown away."""
+"""What only trying shows, tried once at the start on a copy that is thrown away: rows that fit, steps in a budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from trivium.errors import ConfigError
-from trivium.training.loop import Job, updates
+from trivium.training.job import Job
+from trivium.training.loop import updates
 
 _SHARE = 0.05  # of the budget may go into measuring
 _RESERVE = 0.98  # of what is left is planned: samples and checkpoints take the rest
@@ -41,8 +42,7 @@ def steps_for(
     step = statistics.median(times[2:] or times)
     once = validation(job)
     del job
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    _release()
     left = seconds - (clock() - start) - first
     validating = evaluations(max(0, int(left / step))) * once
     steps = int((left - validating) * _RESERVE / step)
@@ -52,3 +52,20 @@ def steps_for(
             "of validation; give more time, a smaller model or batch, or a smaller evaluate.rows"
         )
     return steps
+
+
+def rows_that_fit(make: Callable[[], Job]) -> int:
+    """How many rows go through the device at a time: all of a batch, or half of that until a step fits its memory."""
+    job = make()
+    update = next(updates(job))
+    float(update.loss)  # wait for the device
+    micro = job.micro
+    del job, update
+    _release()
+    return micro
+
+
+def _release() -> None:
+    """Give back what a thrown-away job held."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -47,10 +47,11 @@ def settle(recipe: Recipe) -> Recipe:
 
 def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[object]]:
     """The context of a forward pass: weights stay float32, products run in the recipe's precision."""
-    if recipe.precision == "bf16":
-        kind = torch.device(recipe.device).type
-        return lambda: torch.autocast(kind, dtype=torch.bfloat16)
-    return contextlib.nullcontext
+    if recipe.precision == "fp32":
+        return contextlib.nullcontext
+    kind = torch.device(recipe.device).type
+    dtype = torch.float16 if recipe.precision == "fp16" else torch.bfloat16
+    return lambda: torch.autocast(kind, dtype=dtype)
 
 
 def keep_memory(device: torch.device) -> None:
@@ -60,6 +61,13 @@ def keep_memory(device: torch.device) -> None:
             library = ctypes.CDLL(None)
             library.mallopt(_MMAP_THRESHOLD, 2**30)
             library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def repeatable(recipe: Recipe) -> None:
+    """Let a GPU compute the same bits every time, if the recipe asks for it; a CPU does so anyway."""
+    if recipe.deterministic == "on":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS sums in any order
+        torch.use_deterministic_algorithms(True)
 
 
 def keep_compiled(runs: Path) -> None:

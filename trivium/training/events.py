@@ -19,11 +19,11 @@ class Progress(NamedTuple):
 
 
 class Validated(NamedTuple):
-    """The validation text was scored."""
+    """The validation text was scored; bits per byte where every token is predicted once."""
 
     step: int
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     best: bool
 
 
@@ -60,7 +60,8 @@ def line(event: Event) -> str:
                 f"{speed:>9,.0f} tok/s  {duration(left)} left"
             )
         case Validated(step, loss, bits, best):
-            return f"step {step:>6}  valid {loss:.4f}  {bits:.4f} bits/byte{'  best' if best else ''}"
+            measured = "" if bits is None else f"  {bits:.4f} bits/byte"
+            return f"step {step:>6}  valid {loss:.4f}{measured}{'  best' if best else ''}"
         case Sampled(step, prompt, text):
             return f"--- sample at step {step}\n{prompt}{text}\n---"
         case Said(text):

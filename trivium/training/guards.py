@@ -46,7 +46,8 @@ class Signals:
 class Soundness:
     """Decides on the device, without waiting for it, whether an update may move the weights.
 
-    With the policy `stop` nothing moves after the first bad step; with `skip` only the bad steps themselves are lost.
+    With the policy `stop` nothing moves after the first bad step; with `skip` and `rollback` only the bad steps
+    themselves are lost, and what `rollback` makes of them is decided when the numbers are read.
     """
 
     def __init__(self, policy: str, device: torch.device) -> None:

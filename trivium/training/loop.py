@@ -1,4 +1,4 @@
-"""The whole road in one place: rows, batch, states, loss, gradients, update; then validate, sample and save.
+"""The whole road in one place: rows, batch, states, loss, gradients, update.
 
 The order of the data and every random number are functions of (seed, step), so a run that is stopped anywhere and
 started again makes the same updates.
@@ -7,6 +7,7 @@ started again makes the same updates.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,30 +17,14 @@ import torch
 from torch import Tensor
 
 from trivium.data.batch import Batch
-from trivium.data.loader import Order, share
-from trivium.data.packing import Rows
+from trivium.data.loader import RowNumbers, share
+from trivium.errors import OutOfMemory
 from trivium.models.transformer import Transformer
-from trivium.objectives.causal import Objective
-from trivium.optim.optimizers import Optimizer
-from trivium.training.guards import Soundness, clip
-from trivium.training.recipe import Recipe
-
-
-@dataclass(kw_only=True, slots=True)
-class Job:
-    """The state of a run: what a checkpoint holds, and what it takes to go on."""
-
-    recipe: Recipe
-    model: Transformer
-    optimizer: Optimizer
-    rows: Rows
-    order: Order
-    soundness: Soundness
-    compute: Callable[[Batch], Tensor]  # the summed loss of a micro-batch, compiled or not
-    total: int
-    step: int = 0
-    cursor: int = 0  # rows consumed
-    tokens: int = 0  # labels that counted
+from trivium.objectives.objective import Task
+from trivium.objectives.second import beside, mean
+from trivium.training.guards import clip, is_out_of_memory
+from trivium.training.job import Job
+from trivium.training.spikes import past
 
 
 @dataclass(slots=True)
@@ -52,6 +37,9 @@ class Update:
     allowed: Tensor
     rate: float
     count: int
+    scale: float = math.inf  # of the loss, in fp16
+    overflow: bool = False  # fp16 gradients overflowed: no update was made, the scale was halved, nothing is wrong
+    note: str = ""  # a sentence for whoever watches
 
 
 @dataclass(slots=True)
@@ -72,45 +60,86 @@ class Pending:
 
 def updates(job: Job) -> Iterator[Update]:
     """Train step by step until the budget is spent."""
-    recipe, device = job.recipe, job.model.device
+    recipe = job.recipe
     while job.step < job.total:
-        job.model.train()
+        job.cursor = past(job.skipped, job.cursor, job.order.size)
         numbers = job.order.batch(job.cursor)
-        rng = seeded(recipe.seed, job.step)
-        batches = [
-            recipe.objective.inputs(job.rows.take(part), rng)
-            for part in share(numbers, rank=0, world=1, micro=recipe.micro)
-        ]
-        count = sum(batch.count for batch in batches)  # of the whole step: never an average of averages
-        loss = torch.zeros((), device=device)
-        for batch in batches:
-            part = job.compute(batch.to(device)) / max(1, count)
-            part.backward()  # type: ignore[no-untyped-call]
-            loss += part.detach()
+        scale = job.scaler.scale
+        loss, count, note = fitted(job, numbers)
+        job.scaler.reduce(job.model.parameters())
         norm = clip(job.model.parameters(), recipe.clip)
-        allowed = job.soundness.allow(loss, norm)
-        factor = recipe.schedule.factor(job.step + 1, job.total)
-        job.optimizer.step(factor, allowed)
+        factor = recipe.schedule.factor(job.step + 1 - job.overflows, job.total)
+        overflow = job.scaler.overflowed(loss, norm)
+        if overflow:
+            allowed = torch.zeros_like(job.soundness.sound)
+            job.overflows += 1
+        else:
+            allowed = job.soundness.allow(loss, norm)
+            job.optimizer.step(factor, allowed)
+            job.average.update(job.step + 1 - job.overflows, allowed)
         job.model.zero_grad(set_to_none=True)
         job.step += 1
         job.cursor += len(numbers)
         job.tokens += count
-        yield Update(job.step, loss, norm, allowed, recipe.optim.rate * factor, count)
+        rate = recipe.optim.rate * factor
+        yield Update(job.step, loss, norm, allowed, rate, count, scale, overflow, note)
+
+
+def fitted(job: Job, numbers: RowNumbers) -> tuple[Tensor, int, str]:
+    """The gradients of a batch, from fewer rows at a time if memory runs out and the recipe leaves that open.
+
+    Gives the mean loss, the number of labels, and a sentence if `job.micro` was halved.
+    """
+    note = ""
+    while True:
+        try:
+            return *gradients(job, numbers), note
+        except Exception as error:
+            if not is_out_of_memory(error) or job.recipe.batch.micro:
+                raise
+            if job.micro == 1:
+                raise OutOfMemory(
+                    f"out of memory on {job.recipe.device} with a single row of {job.rows.length} tokens; "
+                    "set recompute=blocks, or start a new run with a smaller model.context or model.width"
+                ) from error
+        # outside the handler: the traceback keeps alive what filled the memory
+        job.model.zero_grad(set_to_none=True)
+        if job.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        job.micro = -(-job.micro // 2)
+        note = f"out of memory at step {job.step + 1}: from here on {job.micro} rows at a time (batch.micro)"
+
+
+def gradients(job: Job, numbers: RowNumbers) -> tuple[Tensor, int]:
+    """Leave the gradients of these rows in the model; the mean loss over their labels, and how many there are."""
+    device = job.model.device
+    job.model.train()
+    rng = seeded(job.recipe.seed, job.step)
+    parts = share(numbers, rank=0, world=1, micro=job.micro)
+    batches = [job.task.inputs(job.rows.take(part), rng) for part in parts]
+    counts = [sum(batch.count for batch in batches), sum(batch.second for batch in batches)]
+    loss = torch.zeros((), device=device)
+    for batch in batches:
+        part = mean(job.compute(batch.to(device)), counts)
+        job.scaler.enlarged(part).backward()  # type: ignore[no-untyped-call]
+        loss += part.detach()
+    return loss, counts[0]
 
 
 def computation(
-    model: Transformer, objective: Objective, autocast: Callable[[], AbstractContextManager[object]], compiled: bool
+    model: Transformer, task: Task, autocast: Callable[[], AbstractContextManager[object]], compiled: bool
 ) -> Callable[[Batch], Tensor]:
     """The road from a batch to its summed loss as one function, so that the compiler sees all of it."""
 
-    def loss(inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        return objective.loss(model.head, model(**inputs), labels)
+    def loss(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+        states = model(**inputs)
+        return beside(task.loss(model.head, states, targets), model, states, targets)
 
     function = torch.compile(loss) if compiled else loss
 
     def compute(batch: Batch) -> Tensor:
         with autocast():
-            return function(batch.inputs, batch.labels)
+            return function(batch.inputs, batch.targets)
 
     return compute
 

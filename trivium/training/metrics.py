@@ -3,33 +3,64 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from trivium.files import write_atomic
 
 
 class Journal:
-    """A file of JSON lines, one per event; open for appending."""
+    """A file of JSON lines. What the disk refuses is kept in memory, in order, until `flush` succeeds."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
+        self._left = b""  # not on the disk yet; not always whole lines, since a write may stop anywhere
+        self._anew = False  # whether what is left replaces the file
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows in memory."""
+        self._left += _lines(rows)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows and hand them to the operating system."""
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        for row in rows:
-            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._file.flush()
+        """Append rows and hand them to the operating system; after an OSError they wait for the next flush."""
+        self.add(rows)
+        self.flush()
 
     def cut(self, step: int) -> None:
-        """Drop what was written after `step`: the run went on from an earlier checkpoint."""
+        """Drop what was written after `step`: the run went on from an earlier checkpoint. An OSError is as in write."""
+        self._left = _lines(row for row in self.rows() if row.get("step", 0) <= step)
+        self._anew = True
         self.close()
-        kept = [row for row in rows(self.path) if row.get("step", 0) <= step]
-        write_atomic(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept).encode())
+        self.flush()
+
+    def flush(self) -> None:
+        """Bring everything to the file, which is made again with all its content if somebody deleted it."""
+        if self._anew:
+            write_atomic(self.path, self._left)
+            self._left, self._anew = b"", False
+        if not self._left:
+            return
+        if self._file is not None and not _is_at(self._file, self.path):
+            self._left = self._content() + self._left  # a deleted file can be read as long as it is open
+            self.close()
+        if self._file is None:
+            self._file = FileIO(self.path, "a+")  # no buffer: a failed write then leaves no doubt about what is there
+        while self._left:
+            self._left = self._left[self._file.write(self._left) :]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, also those that are not on the disk yet."""
+        return _rows(self._left if self._anew else self._content() + self._left)
+
+    def _content(self) -> bytes:
+        if self._file is not None:
+            self._file.seek(0)
+            return self._file.readall()
+        return self.path.read_bytes() if self.path.is_file() else b""
 
     def close(self) -> None:
         if self._file is not None:
@@ -39,14 +70,27 @@ class Journal:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a journal; a last line torn by a crash is left out."""
-    if not path.is_file():
-        return []
+    return _rows(path.read_bytes()) if path.is_file() else []
+
+
+def _rows(content: bytes) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in content.split(b"\n"):  # and not `splitlines`: a text in a row may hold other line separators
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8", errors="replace"))
         except ValueError:
             continue
         if isinstance(row, dict):
             found.append(row)
     return found
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def _is_at(file: FileIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

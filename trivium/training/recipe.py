@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trivium.config import at_least, place, preset
+from trivium.config import at_least, kind_of, place, preset
 from trivium.data.config import DataConfig
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
-from trivium.objectives.causal import OBJECTIVES, Causal, Objective
+from trivium.objectives.causal import Causal
+from trivium.objectives.objective import Objective
+from trivium.objectives.table import OBJECTIVES
+from trivium.optim.averaging import AVERAGES, Averaging, NoAverage
 from trivium.optim.optimizers import OPTIMIZERS, AdamW, Optim
 from trivium.optim.schedules import SCHEDULES, Cosine, Schedule
 from trivium.text.kinds import TOKENIZERS, Bpe
+from trivium.training.spikes import SPIKES, Rollback, Spikes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +25,8 @@ class BatchConfig:
     """How many rows one update sees, and how many fit the device at a time."""
 
     rows: int = 32
-    micro: int = 0  # rows per forward pass, gradients are accumulated; 0 means all rows at once
+    # Rows per forward pass, gradients are accumulated; 0 means all rows at once, or fewer if memory runs out.
+    micro: int = 0
 
     def __post_init__(self) -> None:
         at_least("rows", self.rows, 1)
@@ -84,6 +89,10 @@ class Sample:
         at_least("temperature", self.temperature, 0)
 
 
+# What a recipe that says nothing means, and what a run that starts from another model takes over from there.
+MODEL, TOKENIZER = PRESETS["gpt-mini"](), Bpe()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """Everything that decides a run."""
@@ -91,18 +100,28 @@ class Recipe:
     name: str = ""  # the run's folder below `runs`; empty means the name of the recipe's file
     seed: int = 0
     device: str = "auto"  # cuda, then mps, then cpu
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # bf16 where the device has instructions for it, else fp32
+    # auto is bf16 where the device has instructions for it, else fp32; fp16 scales the loss.
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # on for cuda, off elsewhere
     threads: int = 0  # 0 means as many as torch finds; another number gives other bits
+    deterministic: Literal["on", "off"] = "off"  # on: the same bits again on a GPU too, at some cost in speed
     clip: float = 1.0  # the largest gradient norm; 0 means no clipping
-    nonfinite: Literal["stop", "skip"] = "stop"  # what to do after a loss or gradient that is not finite
+    # What to do after a loss or gradient that is not finite.
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    recompute: Literal["none", "blocks"] = "none"  # blocks: keep their inputs only, a third slower in far less memory
     log: int = 10  # steps between two lines of progress
-    model: ModelConfig = preset(PRESETS, PRESETS["gpt-mini"]())
-    tokenizer: Any = place(TOKENIZERS, Bpe())
+    track: tuple[Literal["csv", "tensorboard"], ...] = ()  # where the numbers go beside metrics.jsonl
+    # A run's folder, a checkpoint in it or a saved model to begin with; model and tokenizer are then its own.
+    start: str = ""
+    start_optimizer: Literal["fresh", "keep"] = "fresh"  # keep: its moments too, as decaying from a flat phase needs
+    model: ModelConfig = preset(PRESETS, MODEL)
+    tokenizer: Any = place(TOKENIZERS, TOKENIZER)
     data: DataConfig = DataConfig()
     objective: Objective = place(OBJECTIVES, Causal())
     optim: Optim = place(OPTIMIZERS, AdamW())
     schedule: Schedule = place(SCHEDULES, Cosine())
+    average: Averaging = place(AVERAGES, NoAverage())  # of the weights: validated and used instead of the last ones
+    spike: Spikes = place(SPIKES, Rollback())
     batch: BatchConfig = BatchConfig()
     budget: Budget = Budget()
     evaluate: Evaluate = Evaluate()
@@ -119,10 +138,9 @@ class Recipe:
             raise ConfigError(
                 f"name: {self.name[:60]!r} must be a plain folder name: short, no slashes, no leading dot"
             )
-        if self.model.family != "decoder":
-            raise ConfigError(
-                f"model: the causal objective trains a decoder, not a model of the {self.model.family} family"
-            )
+        left_open = self.start and self.model == MODEL
+        if not left_open and self.model.family not in self.objective.families:
+            raise ConfigError(_untrainable(self.objective, self.model))
 
     @property
     def micro(self) -> int:
@@ -136,5 +154,24 @@ def due(every: float, step: int, total: int) -> bool:
     return step == total or step % interval == 0
 
 
+def _untrainable(objective: Objective, model: ModelConfig) -> str:
+    able = [name for name, options in OBJECTIVES.items() if model.family in options().families]
+    return (
+        f"objective: {kind_of(objective, OBJECTIVES)} cannot train a model of the {model.family} family; "
+        f"set {' or '.join(f'objective={name}' for name in able)}"
+    )
+
+
 # What a checkpoint depends on: with another value here its weights or its data order would mean something else.
-FIXED = ("model.", "tokenizer.", "data.", "objective.", "optim.kind", "seed", "batch.rows", "name")
+FIXED = (
+    "model.",
+    "tokenizer.",
+    "data.",
+    "objective.",
+    "optim.kind",
+    "average.kind",
+    "seed",
+    "batch.rows",
+    "name",
+    "start",
+)

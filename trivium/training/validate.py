@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from trivium.data.batch import Batch
 from trivium.data.packing import Rows
-from trivium.models.transformer import Transformer
-from trivium.objectives.causal import Objective
+from trivium.objectives.causal import Causal
+from trivium.objectives.second import mean
+from trivium.training.job import Job
 
 
 class Result(NamedTuple):
-    """Mean loss in nats per token, and bits per byte of text."""
+    """Mean loss in nats per counted token, and bits per byte of text where every token is predicted once."""
 
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
+
+
+def validate(job: Job, rows: Rows, *, limit: int) -> Result:
+    """Score up to `limit` rows (0: all) with the weights for use; the order and the random numbers are fixed."""
+    with job.in_use():
+        return _score(job, rows, min(len(rows), limit) if limit else len(rows))
 
 
 @torch.inference_mode()
-def validate(
-    model: Transformer, objective: Objective, compute: Callable[[Batch], Tensor], rows: Rows, *, limit: int, micro: int
-) -> Result:
-    """Score up to `limit` rows (0: all) in evaluation mode; the order and the random numbers are fixed."""
-    model.eval()
-    number = min(len(rows), limit) if limit else len(rows)
-    total, count = 0.0, 0
-    for start in range(0, number, micro):
-        rng = np.random.default_rng(start)
-        batch = objective.inputs(rows.take(np.arange(start, min(start + micro, number))), rng)
-        total += float(compute(batch.to(model.device)))
-        count += batch.count
-    loss = total / max(1, count)
+def _score(job: Job, rows: Rows, number: int) -> Result:
+    job.model.eval()
+    total, counts = torch.zeros((), dtype=torch.float64), [0, 0]
+    rng = np.random.default_rng(0)  # one for all rows: what is masked does not depend on how many go at a time
+    for start in range(0, number, job.micro):
+        batch = job.task.inputs(rows.take(np.arange(start, min(start + job.micro, number))), rng)
+        total = total + job.compute(batch.to(job.model.device)).to(total)
+        counts = [counts[0] + batch.count, counts[1] + batch.second]
+    loss = float(mean(total, counts))
+    if not isinstance(job.recipe.objective, Causal):
+        return Result(loss, None)
     # exact when all rows are scored; with a limit, at the split's own bytes per token
     bytes_per_token = rows.stream.text_bytes / max(1, len(rows.stream) - 1)
     return Result(loss, loss / math.log(2) / bytes_per_token)

@@ -1,0 +1,183 @@
+"""A new run that begins with another one's weights: new data, schedule and budget, nothing else changed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.conftest import finish, laid, resume, silent, start
+from tests.training.test_resume import assert_equal_ends, cut_back
+from trivium import config as settings
+from trivium.checkpoints import bundle, format
+from trivium.errors import CheckpointError, ConfigError
+from trivium.models.transformer import weights
+from trivium.text.tokenizer import open_tokenizer
+from trivium.training import prepare
+from trivium.training.loop import updates
+from trivium.training.metrics import rows
+from trivium.training.recipe import Recipe
+
+Make = Callable[..., Recipe]
+
+
+@pytest.fixture
+def first(small: Make, tmp_path: Path) -> Path:
+    """A finished run with all its checkpoints."""
+    session = start(small(**{"checkpoint.keep": 30, "checkpoint.use": "last"}), tmp_path / "first")
+    finish(session)
+    return session.folder
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Another text."""
+    path = tmp_path / "other.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return path
+
+
+def bare(folder: Path, text: Path, **changes: Any) -> Recipe:
+    """A recipe that leaves model and tokenizer to its start."""
+    keys = ("device", "threads", "precision", "batch.rows", "batch.micro", "data.valid", "evaluate.every")
+    known = settings.flat(settings.read(_run(folder) / "config.toml"))
+    values = {key: known[key] for key in keys}
+    values |= {"name": "second", "start": str(folder), "data.paths": [str(text)], "budget.steps": 6, **changes}
+    return settings.load(Recipe, settings.overrides(values))
+
+
+def _run(folder: Path) -> Path:
+    return folder if (folder / "config.toml").is_file() else folder.parent.parent
+
+
+@pytest.mark.parametrize("where", ["run", "checkpoint", "bundle", "unfinished"])
+def test_a_new_run_begins_with_the_weights_of_its_start(first: Path, other: Path, tmp_path: Path, where: str) -> None:
+    wanted = format.tensors(first / "checkpoints" / "step-00000020", "model")
+    named = first
+    if where == "checkpoint":
+        named = first / "checkpoints" / "step-00000010"
+        wanted = format.tensors(named, "model")
+    if where == "unfinished":
+        (first / "model.json").unlink()
+    recipe = bare(named, other, average="ema")
+    if where == "bundle":
+        named = tmp_path / "saved"
+        found = bundle.open_bundle(first)
+        bundle.save(named, found.module.config, weights(found.module), found.tokenizer, {})
+        recipe = bare(first, other, average="ema", start=str(named))
+    ground = laid(recipe, tmp_path / "second")
+    job = prepare.job(ground, 6)
+    own = weights(job.model)
+    assert own.keys() == wanted.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in job.average.tensors().items())
+    assert (job.step, job.cursor) == (0, 0)
+    assert all(not tensor.any() for tensor in job.optimizer.tensors().values())  # fresh moments
+    assert ground.recipe.model == settings.load(Recipe, settings.read(first / "config.toml")).model
+    assert ground.tokenizer.digest == open_tokenizer(first).digest
+    list(updates(job))
+
+
+def test_the_moments_come_too_if_they_are_asked_for(first: Path, other: Path, tmp_path: Path) -> None:
+    named = first / "checkpoints" / "step-00000010"
+    job = prepare.job(laid(bare(named, other, start_optimizer="keep"), tmp_path / "second"), 6)
+    wanted = format.tensors(named, "optimizer")
+    own = job.optimizer.tensors()
+    assert own.keys() == wanted.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_decay_may_branch_off_from_any_flat_checkpoint(small: Make, tmp_path: Path) -> None:
+    """spec: training §2. A batch is the whole text here, so that both runs see the same data at every step."""
+    still = {"model.decoder.block.dropout": 0.0, "model.decoder.block.attention.dropout": 0.0}
+    data = {"data.valid": 0.0, "batch.micro": 0, "checkpoint.keep": 30}
+    rate = {"schedule.kind": "wsd", "schedule.warmup": 2.0}
+    rows_of_text = len(laid(small(**still, **data), tmp_path / "count").train)
+    whole = {**still, **data, **rate, "batch.rows": rows_of_text}
+    straight = start(small(**whole, **{"schedule.decay": 8.0}), tmp_path / "straight")
+    finish(straight)
+    flat = straight.folder / "checkpoints" / "step-00000010"
+    branch = small(
+        name="branch",
+        start=str(flat),
+        start_optimizer="keep",
+        **{**whole, "schedule.warmup": 0.0, "schedule.decay": 8.0, "budget.steps": 10},
+    )
+    session = start(branch, tmp_path / "branch")
+    finish(session)
+    long, short = (
+        [row for row in rows(run.folder / "metrics.jsonl") if row["kind"] == "train"] for run in (straight, session)
+    )
+    assert [row["rate"] for row in short] == pytest.approx([row["rate"] for row in long[10:]])
+    assert [row["loss"] for row in short] == pytest.approx([row["loss"] for row in long[10:]], rel=1e-5)
+    assert short[-1]["rate"] == 0
+
+
+def test_a_run_with_a_start_resumes_exactly_even_without_it(first: Path, other: Path, tmp_path: Path) -> None:
+    recipe = bare(
+        first, other, **{"budget.steps": 20, "checkpoint.every": 5.0, "checkpoint.keep": 30, "average": "ema"}
+    )
+    straight = start(recipe, tmp_path / "straight")
+    finish(straight)
+    for step in (0, 10):
+        copy = tmp_path / f"from-{step}" / recipe.name
+        shutil.copytree(straight.folder, copy)
+        cut_back(copy, step)
+        if step:
+            shutil.rmtree(first)
+        finish(resume(copy))
+        assert_equal_ends(straight.folder, copy, 20)
+    cut_back(copy, 0)
+    with pytest.raises(CheckpointError, match="holds no model"):  # nothing to begin with any more
+        finish(resume(copy))
+
+
+def test_the_written_recipe_names_a_definite_checkpoint(first: Path, other: Path, tmp_path: Path) -> None:
+    (first / "model.json").unlink()
+    ground = laid(bare(first, other), tmp_path / "second")
+    assert ground.recipe.start == str(first / "checkpoints" / "step-00000020")
+    assert settings.read(ground.folder / "config.toml")["start"] == ground.recipe.start
+
+
+def refused(recipe: Recipe, runs: Path, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        prepare.lay(recipe, runs, say=silent, tick=silent)
+    assert not runs.exists()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_made(first: Path, other: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "second"
+    wider = bare(first, other, **{"model.width": 32})
+    refused(wider, runs, ConfigError, "model: it is not that of .* is 16 there and 32 here.*leave model out")
+    refused(bare(first, other, tokenizer="chars"), runs, ConfigError, "tokenizer: it is not that of")
+    muon = bare(first, other, optim="muon", start_optimizer="keep")
+    refused(muon, runs, ConfigError, "start_optimizer: .* was trained with optim=adamw, not muon")
+    refused(bare(first, other, start=str(tmp_path / "none")), runs, ConfigError, "start: name a run, a checkpoint")
+    refused(bare(first, other, objective="denoise"), runs, ConfigError, "objective: it needs the special token")
+    saved = tmp_path / "saved"
+    found = bundle.open_bundle(first)
+    bundle.save(saved, found.module.config, weights(found.module), found.tokenizer, {})
+    keep = bare(first, other, start=str(saved), start_optimizer="keep")
+    refused(keep, runs, ConfigError, "keeps no optimizer; set start_optimizer=fresh")
+    shutil.rmtree(first / "checkpoints")
+    refused(bare(first, other, start_optimizer="keep"), runs, CheckpointError, "has no checkpoint yet")
+
+
+def test_the_same_model_may_be_named_again(first: Path, other: Path, small: Make, tmp_path: Path) -> None:
+    recipe = small(name="second", start=str(first), **{"data.paths": [str(other)], "budget.steps": 2})
+    session = start(recipe, tmp_path / "second")
+    finish(session)
+    assert rows(session.folder / "metrics.jsonl")
+
+
+def test_a_damaged_start_is_refused(first: Path, other: Path, tmp_path: Path) -> None:
+    recipe = bare(first, other)
+    path = first / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    refused(recipe, tmp_path / "second", CheckpointError, "missing or damaged")

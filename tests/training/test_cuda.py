@@ -1,0 +1,64 @@
+"""Exact resume and every optimizer on a GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.conftest import FAMILIES, finish, resume, start
+from tests.training.test_resume import assert_equal_ends, cut_back
+from trivium.optim.optimizers import OPTIMIZERS
+from trivium.training.metrics import rows
+from trivium.training.recipe import Recipe
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+Make = Callable[..., Recipe]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def straight_and_resumed(recipe: Recipe, folder: Path, step: int) -> tuple[Path, Path]:
+    """A run in one go, and one that was stopped after `step`."""
+    straight = start(recipe, folder / "straight")
+    finish(straight)
+    copy = folder / "resumed" / recipe.name
+    shutil.copytree(straight.folder, copy)
+    cut_back(copy, step)
+    finish(resume(copy))
+    return straight.folder, copy
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_resuming_on_a_gpu_gives_the_same_bits(small: Make, tmp_path: Path, kind: str, precision: str) -> None:
+    changes: dict[str, Any] = {"checkpoint.every": 1.0, "checkpoint.keep": 30, "average": "ema"}
+    recipe = small(kind, device="cuda", precision=precision, compile="off", deterministic="on", **changes)
+    one, other = straight_and_resumed(recipe, tmp_path, 10)
+    assert_equal_ends(one, other, 20)
+    assert len({row["loss"] for row in rows(one / "metrics.jsonl")}) > 8
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what importing inductor says of torch itself
+def test_resuming_a_compiled_run_gives_the_same_bits(small: Make, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"checkpoint.every": 1.0, "checkpoint.keep": 30}
+    recipe = small(device="cuda", precision="bf16", compile="on", deterministic="on", **changes)
+    assert_equal_ends(*straight_and_resumed(recipe, tmp_path, 10), 20)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_moves_the_weights_and_resumes(small: Make, tmp_path: Path, optimizer: str) -> None:
+    changes: dict[str, Any] = {"checkpoint.every": 1.0, "checkpoint.keep": 30, "optim": optimizer}
+    recipe = small(device="cuda", precision="fp32", compile="off", deterministic="on", **changes)
+    one, other = straight_and_resumed(recipe, tmp_path, 10)
+    assert_equal_ends(one, other, 20)
+    losses = [row["loss"] for row in rows(one / "metrics.jsonl") if row["kind"] == "train"]
+    assert losses[-1] < losses[0]

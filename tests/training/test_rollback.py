@@ -1,0 +1,285 @@
+"""R9 and the rollback half of R8, in whole runs: spikes are left behind, their batches left out, all of it recorded."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.conftest import ASSETS, SMALL, finish, resume, start
+from tests.training.test_resume import assert_equal_ends, cut_back, losses
+from trivium.checkpoints import format
+from trivium.checkpoints.store import Store
+from trivium.config import load, overrides
+from trivium.data.packing import RowBatch, Rows
+from trivium.errors import Diverged
+from trivium.parts.output import SoftmaxOutput
+from trivium.training import loop, prepare
+from trivium.training.events import Event, Said, Validated
+from trivium.training.job import Job
+from trivium.training.metrics import rows
+from trivium.training.recipe import Recipe
+from trivium.training.rollback import History
+from trivium.training.session import Session
+from trivium.training.spikes import Rollback
+
+Make = Callable[..., Recipe]
+
+SPIKY: dict[str, Any] = {
+    "budget.steps": 100,
+    "batch.rows": 4,
+    "batch.micro": 0,
+    "log": 10,
+    "optim.rate": 3e-3,
+    "checkpoint.every": 20.0,
+    "evaluate.every": 50.0,
+    "evaluate.rows": 0,
+    "sample.every": 0.0,
+    "spike": Rollback(window=32, margin=30),
+    "model.decoder.block.dropout": 0.0,
+    "model.decoder.block.attention.dropout": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def spiky(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A recipe of 100 steps whose text is longer than that: what is left out does not come back in a later epoch."""
+    path = tmp_path_factory.mktemp("text") / "play.txt"
+    path.write_bytes(gzip.decompress((ASSETS / "shakespeare-train.txt.gz").read_bytes())[:20_000])
+    values = {**SMALL, **SPIKY, "data.paths": [str(path)]}
+    return lambda **changes: load(Recipe, overrides({**values, **changes}))
+
+
+@pytest.fixture(scope="module")
+def rolled(spiky: Make, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """A finished run that went back once."""
+    session = start(spiky(**{"checkpoint.keep": 30}), tmp_path_factory.mktemp("rolled"))
+    with pytest.MonkeyPatch.context() as patch:
+        Seen(patch, batch_of(session, 71), 100.0)
+        finish(session)
+    assert len(rows(session.folder / "events.jsonl")) == 1
+    return session
+
+
+class Seen:
+    """Plants garbage into the data and writes down which rows trained the model."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bad: set[int], factor: float) -> None:
+        self.batches: list[tuple[int, ...]] = []
+        self.garbage = False
+        take, nll = Rows.take, SoftmaxOutput.nll
+
+        def taken(this: Rows, indices: Any) -> RowBatch:
+            batch = take(this, indices)
+            if not torch.is_inference_mode_enabled():
+                numbers = tuple(indices.tolist())
+                self.batches.append(numbers)
+                self.garbage = bool(bad & set(numbers))
+                if self.garbage:
+                    dice = np.random.default_rng(0)
+                    batch = batch._replace(labels=dice.integers(0, 256, batch.labels.shape))
+            return batch
+
+        def lossy(this: SoftmaxOutput, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = nll(this, hidden, labels)
+            return loss * factor if self.garbage and not torch.is_inference_mode_enabled() else loss
+
+        monkeypatch.setattr(Rows, "take", taken)
+        monkeypatch.setattr(SoftmaxOutput, "nll", lossy)
+
+
+def batch_of(session: Session, step: int) -> set[int]:
+    """The row numbers that a healthy run sees at `step`."""
+    order = prepare.job(session.ground, 1).order
+    return set(order.batch((step - 1) * session.recipe.batch.rows).tolist())
+
+
+def valid_loss(events: list[Event]) -> float:
+    return [event for event in events if isinstance(event, Validated)][-1].loss
+
+
+def test_a_garbage_batch_is_rolled_back_and_left_out(
+    spiky: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R9, spec training §6: a batch of garbage with a hundredfold gradient, for SGD without clipping.
+
+    The clean run is the oracle, and so is the unguarded one, which must end worse.
+    """
+    plain = {"clip": 0.0, "optim": "sgd", "optim.rate": 0.3}
+    recipe = spiky(**plain)
+    clean = valid_loss(finish(start(recipe, tmp_path / "clean")))
+    ruined = start(spiky(**plain, spike="off"), tmp_path / "unguarded")
+    bad = batch_of(ruined, 71)
+    with monkeypatch.context() as patch:
+        Seen(patch, bad, 100.0)
+        assert valid_loss(finish(ruined)) > 1.02 * clean
+        assert not (ruined.folder / "events.jsonl").exists()
+    seen = Seen(monkeypatch, bad, 100.0)
+    session = start(recipe, tmp_path / "guarded")
+    events = finish(session)
+    assert abs(valid_loss(events) - clean) < 0.02 * clean
+    [entry] = rows(session.folder / "events.jsonl")
+    assert (entry["step"], entry["to"], entry["checkpoint"]) == (71, 40, "step-00000040")
+    assert (entry["trigger"], entry["action"]) == ("norm", "skip")
+    assert entry["found"] - 71 < 5
+    assert any("went back to step 40" in event.text for event in events if isinstance(event, Said))
+    # the metrics are those of one history, and every row of the epochs was seen at most once in it
+    assert [row["step"] for row in rows(session.folder / "metrics.jsonl") if row["kind"] == "train"] == [*range(1, 101)]
+    history = seen.batches[:40] + seen.batches[entry["found"] :]
+    assert len(history) == 100
+    assert not bad & {row for batch in history for row in batch}
+    first, end = entry["rows"]
+    order = session.ground.recipe.batch.rows
+    assert first <= 70 * order < end
+    assert_each_once(history, first, end, len(session.ground.train))
+
+
+def assert_each_once(history: list[tuple[int, ...]], first: int, end: int, size: int) -> None:
+    """Each example at most once per epoch: the positions that were used are distinct, epoch by epoch."""
+    rows_seen = [row for batch in history for row in batch]
+    positions = [*range(first), *range(end, end + len(rows_seen) - first)]
+    for _, group in itertools.groupby(zip(positions, rows_seen, strict=True), key=lambda pair: pair[0] // size):
+        numbers = [row for _, row in group]
+        assert len(numbers) == len(set(numbers))
+
+
+def test_resuming_after_a_rollback_gives_the_same_bits(
+    rolled: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Seen(monkeypatch, batch_of(rolled, 71), 100.0)
+    for step in (40, 60, 80):
+        copy = tmp_path / f"from-{step}" / "small"
+        shutil.copytree(rolled.folder, copy)
+        cut_back(copy, step)
+        finish(resume(copy))
+        assert_equal_ends(rolled.folder, copy, 100)
+
+
+@pytest.mark.parametrize("moment", ["before the log", "after the log", "while discarding"])
+def test_a_crash_in_the_middle_of_a_rollback_loses_nothing(
+    rolled: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The run goes on to the same bits as the one that was not killed."""
+    Seen(monkeypatch, batch_of(rolled, 71), 100.0)
+    session = start(rolled.recipe, tmp_path)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    def half(_: Store, items: Any) -> None:
+        if listed := sorted(items, key=lambda item: item.step):
+            shutil.rmtree(listed[-1].path)
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        match moment:
+            case "before the log":
+                patch.setattr(History, "write", killed)
+            case "after the log":
+                patch.setattr(History, "give_up", killed)
+            case _:
+                patch.setattr(Store, "discard", half)
+        with pytest.raises(Killed):
+            finish(session)
+    assert (session.folder / "events.jsonl").exists() is (moment != "before the log")
+    assert max(item.step for item in session.store.checkpoints()) > 40  # what was given up is still there
+    finish(resume(session.folder))
+    assert_equal_ends(rolled.folder, session.folder, 100)
+
+
+def test_a_run_that_keeps_failing_stops_at_a_good_checkpoint_and_names_the_region(
+    spiky: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trouble that is not in the data does not go away by leaving data out: three attempts, then the end."""
+    recipe = spiky()
+    honest = loop.gradients
+
+    def enlarged(job: Job, numbers: Any) -> tuple[torch.Tensor, int]:
+        loss, count = honest(job, numbers)
+        if job.step < 70:
+            return loss, count
+        torch._foreach_mul_([p.grad for p in job.model.parameters() if p.grad is not None], 100.0)
+        return loss * 100, count
+
+    monkeypatch.setattr(loop, "gradients", enlarged)
+    session = start(recipe, tmp_path)
+    with pytest.raises(Diverged, match=r"near step 71 .* 3 rollbacks did not help"):
+        finish(session)
+    entries = rows(session.folder / "events.jsonl")
+    assert [entry["action"] for entry in entries] == ["skip"] * 3 + ["stop"]
+    newest = Store(session.folder / "checkpoints").newest(say=print)
+    assert newest is None or newest.step <= entries[-1]["to"]
+    widths = [entry["rows"][1] - entry["rows"][0] for entry in entries]
+    assert widths == sorted(widths)
+
+
+@pytest.mark.parametrize("phase", [70, 71, 72])
+def test_a_rise_is_found_in_five_steps_even_if_the_numbers_are_read_every_third(
+    spiky: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: int
+) -> None:
+    """As on a GPU, and without a large norm; the batch two steps before the rise is left out too."""
+    honest = loop.gradients
+
+    def worse(job: Job, numbers: Any) -> tuple[torch.Tensor, int]:
+        loss, count = honest(job, numbers)
+        return (loss if job.skipped or job.step < phase else loss + 3), count
+
+    monkeypatch.setattr(loop, "gradients", worse)
+    monkeypatch.setattr(Session, "_look", lambda self, job: 3)
+    session = start(spiky(**{"budget.steps": 80, "log": 80, "checkpoint.every": 30.0, "evaluate.every": 0.0}), tmp_path)
+    finish(session)
+    [entry] = rows(session.folder / "events.jsonl")
+    assert (entry["step"], entry["trigger"], entry["to"]) == (phase + 1, "loss", 30)
+    assert entry["found"] - entry["step"] < 5
+    assert entry["rows"][0] <= (phase - 2) * 4
+
+
+def test_a_spike_before_the_first_checkpoint_leads_back_to_the_beginning(
+    spiky: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = spiky(**{"checkpoint.every": 0.0, "evaluate.every": 0.0})
+    clean = start(recipe, tmp_path / "clean")
+    finish(clean)
+    session = start(recipe, tmp_path / "ill")
+    Seen(monkeypatch, batch_of(session, 60), 100.0)
+    finish(session)
+    [entry] = rows(session.folder / "events.jsonl")
+    assert (entry["step"], entry["to"], entry["checkpoint"]) == (60, 0, "")
+    before = entry["rows"][0] // 4
+    assert 0 < before < 60
+    assert losses(session.folder)[:before] == losses(clean.folder)[:before]  # the very same beginning
+    assert losses(session.folder)[before] != losses(clean.folder)[before]
+
+
+@pytest.mark.parametrize("spike", ["off", "rollback"])
+def test_a_number_that_is_not_finite_can_lead_back_too(
+    spiky: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spike: str
+) -> None:
+    """R8, the policy `rollback`, watched or not for spikes: the oldest checkpoint, since none is 100 steps old."""
+    recipe = spiky(nonfinite="rollback", spike=spike)
+    session = start(recipe, tmp_path)
+    Seen(monkeypatch, batch_of(session, 71), math.nan)
+    finish(session)
+    [entry] = rows(session.folder / "events.jsonl")
+    assert (entry["step"], entry["found"], entry["trigger"], entry["to"]) == (
+        71,
+        71,
+        "nonfinite",
+        20,
+    )
+    last = format.tensors(session.folder / "checkpoints" / "step-00000100", "model")
+    assert all(torch.isfinite(tensor).all() for tensor in last.values())
+    state = format.document(session.folder / "checkpoints" / "step-00000100", "state")
+    assert state["skipped"] == [entry["rows"]]
+    assert state["cursor"] == 100 * 4 + entry["rows"][1] - entry["rows"][0]

@@ -1,0 +1,182 @@
+"""Hide some tokens of a row and ask for them, with or without a second text (spec: objectives §2, §3, §4)."""
+
+# B rows, T tokens (those of a frame included), N positions that are looked at, K draws for a row
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trivium.config import at_least
+from trivium.data.batch import Batch
+from trivium.data.packing import RowBatch
+from trivium.errors import ConfigError
+from trivium.models.config import Family, ModelConfig
+from trivium.models.transformer import States
+from trivium.objectives import hiding, pairing
+from trivium.objectives.hiding import CLASS as CLASS
+from trivium.objectives.hiding import FRAME, Draw, Draws, Flags, Framed, Ids, Shares, Vocabulary
+from trivium.objectives.hiding import MASK as MASK
+from trivium.objectives.hiding import SEPARATOR as SEPARATOR
+from trivium.objectives.objective import gathered
+from trivium.parts.embeddings import Tokens
+from trivium.parts.output import Head
+from trivium.parts.sentence import Pooler
+from trivium.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Masked:
+    """Tokens chosen at random become [MASK], another token, or stay; each chosen one is predicted from both sides."""
+
+    rate: float = 0.15  # the share of a row that is chosen
+    mode: Literal["exact", "bernoulli"] = "exact"  # the same number in every row, or a coin for every token
+    unit: Literal["piece", "word"] = "piece"  # what is chosen as a whole
+    mask: float = 0.8  # the share of the chosen that becomes [MASK]
+    random: float = 0.1  # the share that becomes another token; the rest stays as it is
+    draw: Draw = "text"  # where random tokens come from; "all" has the specials too, as BERT did
+    max_predictions: int = 0  # at most so many of a row; 0 means no limit
+    # Rows as they are cut (RoBERTa's full sentences), each between [CLS] and [SEP], or `[CLS] A [SEP] B [SEP]` with
+    # the question whether B follows A, whose mean loss is added to that of the tokens (BERT).
+    frame: Literal["none", "bert", "pair"] = "none"
+    copies: int = 0  # as many masks as a row ever has, one of them drawn each time (BERT: 10); 0 means a new one
+
+    def __post_init__(self) -> None:
+        hiding.check_shares(self.rate, self.mask, self.random)
+        at_least("max_predictions", self.max_predictions, 0)
+        at_least("copies", self.copies, 0)
+
+    @property
+    def families(self) -> frozenset[Family]:
+        return frozenset({"encoder"})
+
+    @property
+    def specials(self) -> tuple[str, ...]:
+        return (MASK,) if self.frame == "none" else FRAME
+
+    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> MaskedTask:
+        frame, least = {"none": (0, 1), "bert": (2, 1), "pair": (3, 2)}[self.frame]
+        if self.frame == "pair":
+            _check_pairs(model)
+        return MaskedTask(
+            options=self,
+            length=hiding.room_for_text(model.context, frame, least),
+            vocabulary=hiding.vocabulary(tokenizer, self.specials, draw=self.draw, words=self.unit == "word"),
+        )
+
+
+def _check_pairs(model: ModelConfig) -> None:
+    """Refuse a model that cannot tell A from B, or has nothing to answer with."""
+    errors: list[ConfigError] = []
+    if not (isinstance(model.embedding, Tokens) and model.embedding.segments >= 2):
+        errors.append(
+            ConfigError("model.embedding.segments: objective.frame=pair has two kinds of segment; set it to 2")
+        )
+    if not (isinstance(model.sentence, Pooler) and model.sentence.classes == 2):
+        errors.append(
+            ConfigError(
+                "model.sentence: objective.frame=pair asks whether one text follows another; set it to pooler, with "
+                "classes=2"
+            )
+        )
+    ConfigError.gather(errors)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MaskedTask:
+    """Masked rows; specials and padding are never chosen, and only chosen positions reach the output part."""
+
+    options: Masked
+    length: int
+    vocabulary: Vocabulary
+
+    def inputs(self, rows: RowBatch, rng: np.random.Generator) -> Batch:
+        framed, choice_BT, fate_BT, other_BT = self._drawn(rows, rng)
+        chosen_BT = self._chosen(framed, choice_BT)
+        shares = Shares(self.options.mask, self.options.random)
+        tokens_BT = self.vocabulary.hidden(framed.ids, chosen_BT, fate_BT, other_BT, shares)
+        where_N = np.flatnonzero(chosen_BT)
+        size = self._room(*framed.ids.shape)
+        while size < len(where_N):  # luck beyond all odds: one more shape for the compiler
+            size *= 2
+        targets = hiding.looked_at(framed.ids, where_N, size)
+        if framed.classes is not None:
+            targets["classes"] = torch.from_numpy(framed.classes)
+        second = 0 if framed.classes is None else len(framed.classes)
+        return Batch(inputs=hiding.inputs(framed, tokens_BT), targets=targets, count=len(where_N), second=second)
+
+    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
+        return gathered(head, states, targets)
+
+    def _drawn(self, rows: RowBatch, rng: np.random.Generator) -> tuple[Framed, Draws, Draws, Draws]:
+        """The rows in their frame, and for every token three random numbers: is it chosen, its fate, and another id."""
+        pairs = self.options.frame == "pair"
+        length = self.length + {"none": 0, "bert": 2, "pair": 3}[self.options.frame]
+        draws_BK = self._draws(rows, rng, 3 * length + (pairing.draws(self.length) if pairs else 0))
+        if pairs:
+            framed = pairing.paired(rows, draws_BK[:, 3 * length :], self.vocabulary)
+        elif self.options.frame == "bert":
+            framed = self.vocabulary.framed(rows)
+        else:
+            framed = Framed(rows.text, rows.lengths)
+        choice_BT, fate_BT, other_BT = draws_BK[:, : 3 * length].reshape(-1, 3, length).swapaxes(0, 1)
+        return framed, choice_BT, fate_BT, other_BT
+
+    def _draws(self, rows: RowBatch, rng: np.random.Generator, width: int) -> Draws:
+        """New random numbers for every row, or those of one of its copies, which depend on its number alone."""
+        if not self.options.copies:
+            return rng.random((len(rows.ids), width))
+        copies = (rng.random(len(rows.ids)) * self.options.copies).astype(np.uint64)
+        keys = np.stack((rows.numbers.astype(np.uint64), copies), axis=1)
+        drawn = [np.random.Generator(np.random.Philox(key=key)).random(width) for key in keys]
+        return np.array(drawn).reshape(-1, width)
+
+    def _chosen(self, framed: Framed, choice_BT: Draws) -> Flags:
+        ids_BT, open_BT = framed.ids, self.vocabulary.open(framed)
+        most_B = np.broadcast_to(self._most(framed.lengths), framed.lengths.shape)
+        keys_BT = np.where(open_BT, choice_BT, np.inf)
+        if self.options.mode == "bernoulli":
+            keys_BT[choice_BT >= self.options.rate] = np.inf
+        if self.options.unit == "word":
+            return self._words(ids_BT, open_BT, keys_BT, most_B)
+        chosen_BT = np.zeros_like(open_BT)
+        first_BT = np.arange(ids_BT.shape[1]) < most_B[:, None]
+        np.put_along_axis(chosen_BT, np.argsort(keys_BT, axis=1), first_BT, axis=1)
+        return chosen_BT & np.isfinite(keys_BT)
+
+    def _most(self, lengths: Ids | int) -> Ids:
+        """How many tokens of a row may be chosen; its length counts the frame, as BERT's does."""
+        most = np.asarray(lengths)
+        if self.options.mode == "exact":
+            most = np.maximum(1, np.rint(most * self.options.rate)).astype(np.int64)
+        return np.minimum(most, self.options.max_predictions) if self.options.max_predictions else most
+
+    def _words(self, ids_BT: Ids, open_BT: Flags, keys_BT: Draws, most_B: Ids) -> Flags:
+        """Whole words in random order while they fit; one that would be too much is passed over."""
+        first_BT = self.vocabulary.words(ids_BT, open_BT)
+        word_BT = np.where(open_BT, np.cumsum(first_BT, axis=1), 0)
+        chosen_BT = np.zeros_like(open_BT)
+        for row, left in enumerate(most_B.tolist()):
+            keys = keys_BT[row, first_BT[row]]
+            sizes = np.bincount(word_BT[row]).tolist()
+            taken: list[int] = []
+            for word in (np.argsort(keys)[: np.isfinite(keys).sum()] + 1).tolist():
+                if sizes[word] <= left:
+                    taken.append(word)
+                    left -= sizes[word]
+            chosen_BT[row] = np.isin(word_BT[row], taken)
+        return chosen_BT
+
+    def _room(self, rows: int, length: int) -> int:
+        """How many positions of a batch are looked at; only luck beyond all odds makes them more."""
+        most, rate = rows * int(self._most(length)), self.options.rate
+        if self.options.mode == "exact":
+            return most
+        positions = rows * length
+        sigmas = 6 if self.options.unit == "piece" else 18  # words of nine pieces vary three times as much
+        return min(most, math.ceil(positions * rate + sigmas * math.sqrt(positions * rate * (1 - rate))))

@@ -1,0 +1,96 @@
+"""Read a source, write its target: translation, summaries, anything that comes in pairs (spec: objectives §9)."""
+
+# B pairs, S source tokens, T target tokens, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trivium.config import at_least, fraction
+from trivium.data.batch import Batch
+from trivium.data.bucketing import SOURCE, TARGET
+from trivium.data.packing import RowBatch
+from trivium.errors import ConfigError
+from trivium.models.config import Family, ModelConfig
+from trivium.models.transformer import States
+from trivium.objectives.objective import PAD, counted, everywhere, forced, special
+from trivium.parts.output import Head
+from trivium.text.tokenizer import Tokenizer
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seq2Seq:
+    """The decoder is given the target up to each token and predicts that token; both sides end in END."""
+
+    smoothing: float = 0.1  # the share of a label's probability that is spread over the vocabulary; 0 means none
+    # uniform: over all of it (torch, Hugging Face); others: over all but the label (Vaswani et al., fairseq).
+    smoothing_kind: Literal["uniform", "others"] = "uniform"
+    align: int = 1  # both sides are padded to a multiple of this; 8 gives a compiler fewer kinds of shapes
+
+    def __post_init__(self) -> None:
+        fraction("smoothing", self.smoothing)
+        at_least("align", self.align, 1)
+
+    @property
+    def families(self) -> frozenset[Family]:
+        return frozenset({"encoder-decoder"})
+
+    @property
+    def specials(self) -> tuple[str, ...]:
+        return (PAD,)
+
+    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> Seq2SeqTask:
+        vocab = model.vocab or tokenizer.size
+        # e over the others is e * V / (V - 1) over all: e / (V - 1) for each, of which the label has its part too
+        share = self.smoothing if self.smoothing_kind == "uniform" else self.smoothing * vocab / (vocab - 1)
+        if share > 1:
+            raise ConfigError(f"objective.smoothing: {self.smoothing} makes a label the least likely id; try 0.1")
+        return Seq2SeqTask(length=model.context, pad=special(tokenizer, PAD), smoothing=share, align=self.align)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seq2SeqTask:
+    """Pairs side by side, each side as wide as its longest; `smoothing` is the share spread over all ids."""
+
+    length: int
+    pad: int
+    smoothing: float
+    align: int = 1
+
+    def inputs(self, rows: RowBatch, rng: np.random.Generator) -> Batch:
+        sources_B = np.count_nonzero(rows.documents == SOURCE, axis=1)
+        targets_B = np.count_nonzero(rows.documents == TARGET, axis=1)
+        # A row begins with the END in front of its source; the one behind the source is the source's own.
+        source_BS, real_BS = self._side(rows.ids, np.ones_like(sources_B), sources_B)
+        target_BT, _ = self._side(rows.ids, sources_B + 1, targets_B)
+        tokens, labels = forced(target_BT, targets_B, self.pad)
+        inputs = {
+            "source": torch.from_numpy(source_BS),
+            "source_padding": torch.from_numpy(real_BS),
+            "tokens": tokens,
+        }
+        return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels))
+
+    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
+        """The summed smoothed loss."""
+        hidden_ND = states.hidden.flatten(0, 1)
+        return head.nll(hidden_ND, targets["labels"].flatten(), smoothing=self.smoothing).sum()
+
+    def score(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
+        """The summed negative log-likelihood, which perplexity comes from."""
+        return everywhere(head, states, targets)
+
+    def _side(self, ids_BU: Ids, first_B: Ids, sizes_B: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        """`sizes_B` tokens of each row from `first_B` on, filled up with padding, and which of them are real."""
+        at = np.arange(-(-int(sizes_B.max(initial=1)) // self.align) * self.align)
+        real = at < sizes_B[:, None]
+        found = np.take_along_axis(ids_BU, np.where(real, first_B[:, None] + at, 0), axis=1)
+        return np.where(real, found, self.pad), real

@@ -1,0 +1,172 @@
+"""Hide spans of whole words, and ask their borders for them too (spec: objectives §5)."""
+
+# B rows, T tokens (those of a frame included), N positions that are looked at, L lengths of a span
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from trivium.config import at_least
+from trivium.data.batch import Batch
+from trivium.data.packing import RowBatch
+from trivium.errors import ConfigError
+from trivium.models.config import Family, ModelConfig
+from trivium.models.transformer import States
+from trivium.objectives import hiding
+from trivium.objectives.hiding import FRAME, MASK, Draw, Draws, Flags, Framed, Ids, Shares, Vocabulary
+from trivium.objectives.objective import gathered
+from trivium.parts.output import IGNORED, Head
+from trivium.parts.site import NoPart
+from trivium.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spans:
+    """Spans of whole words become [MASK]s, other tokens, or stay; a token is told by its state and by its borders.
+
+    The mean losses of the two are added. A model without a boundary head has the first alone.
+    """
+
+    rate: float = 0.15  # the share of a row's text that is hidden
+    stop: float = 0.2  # the chance of a span to end behind each word: lengths are geometric
+    longest: int = 10  # words of a span
+    mask: float = 0.8  # the share of the spans that becomes [MASK]
+    random: float = 0.1  # the share whose tokens become others; the rest stays as it is
+    draw: Draw = "text"  # where random tokens come from; "all" has the specials too
+    frame: Literal["none", "bert"] = "bert"  # rows as they are cut, or each between [CLS] and [SEP]
+
+    def __post_init__(self) -> None:
+        hiding.check_shares(self.rate, self.mask, self.random)
+        if not 0 < self.stop < 1:
+            raise ConfigError(f"stop: {self.stop} is not between 0 and 1; try 0.2")
+        at_least("longest", self.longest, 1)
+
+    @property
+    def families(self) -> frozenset[Family]:
+        return frozenset({"encoder"})
+
+    @property
+    def specials(self) -> tuple[str, ...]:
+        return (MASK,) if self.frame == "none" else FRAME
+
+    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> SpansTask:
+        return SpansTask(
+            options=self,
+            length=hiding.room_for_text(model.context, 0 if self.frame == "none" else 2, 1),
+            places=0 if isinstance(model.boundary, NoPart) else model.boundary.rows,
+            lengths=lengths(self.stop, self.longest),
+            vocabulary=hiding.vocabulary(tokenizer, self.specials, draw=self.draw, words=True),
+        )
+
+
+class Borders(NamedTuple):
+    """Of every hidden token the positions of its span's borders and its own place in it from 0 on; all [N].
+
+    `known` is false where there is no border, at an edge of the row, or no vector for the place.
+    """
+
+    left: Ids
+    right: Ids
+    places: Ids
+    known: Flags
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SpansTask:
+    """Rows with hidden spans; specials and padding are never in one."""
+
+    options: Spans
+    length: int
+    places: int  # how many the boundary head knows; 0 without one
+    lengths: Draws  # the cumulative probabilities of 1, 2, ... words
+    vocabulary: Vocabulary
+
+    def inputs(self, rows: RowBatch, rng: np.random.Generator) -> Batch:
+        framed = self.vocabulary.framed(rows) if self.options.frame == "bert" else Framed(rows.text, rows.lengths)
+        length = framed.ids.shape[1]
+        draws = rng.random((len(framed.ids), 4, length)).swapaxes(0, 1)
+        order_BT, size_BT, fate_BT, other_BT = draws
+        chosen_BT = self._chosen(framed, order_BT, size_BT)
+        first_BT, last_BT = ends(chosen_BT)
+        # One fate for a span: that of its first token.
+        fate_BT = np.take_along_axis(fate_BT, np.maximum(first_BT, 0), axis=1)
+        shares = Shares(self.options.mask, self.options.random)
+        tokens_BT = self.vocabulary.hidden(framed.ids, chosen_BT, fate_BT, other_BT, shares)
+        where_N = np.flatnonzero(chosen_BT)
+        size = len(framed.ids) * self._most(self.length)
+        targets = hiding.looked_at(framed.ids, where_N, size)
+        second = 0
+        if self.places:
+            around = borders(first_BT, last_BT, framed.lengths, self.places)
+            labels_N = np.where(around.known, framed.ids.ravel()[where_N], IGNORED)
+            targets |= {
+                "left": hiding.filled(around.left, size, 0),
+                "right": hiding.filled(around.right, size, 0),
+                "places": hiding.filled(around.places, size, 0),
+                "bordered": hiding.filled(labels_N, size, IGNORED),
+            }
+            second = int(around.known.sum())
+        return Batch(inputs=hiding.inputs(framed, tokens_BT), targets=targets, count=len(where_N), second=second)
+
+    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
+        return gathered(head, states, targets)
+
+    def _most(self, length: int) -> int:
+        """How many tokens of a text are hidden: the reference counts no frame and rounds up."""
+        return int(np.ceil(length * self.options.rate))
+
+    def _chosen(self, framed: Framed, order_BT: Draws, size_BT: Draws) -> Flags:
+        """Spans from word starts in random order, until enough is hidden: in mid-word if need be, as the reference."""
+        open_BT = self.vocabulary.open(framed)
+        starts_BT = self.vocabulary.words(framed.ids, open_BT)
+        words_BT = 1 + np.searchsorted(self.lengths, size_BT, side="right")
+        chosen_BT = np.zeros_like(open_BT)
+        for row, chosen in enumerate(chosen_BT):
+            starts = np.flatnonzero(starts_BT[row]).tolist()
+            borders = [*starts, len(chosen)]
+            left = self._most(int(open_BT[row].sum()))
+            for word in np.argsort(order_BT[row, starts]).tolist():
+                at = starts[word]
+                stop = borders[min(word + int(words_BT[row, at]), len(starts))]
+                if chosen[at]:
+                    continue
+                while left and at < stop and open_BT[row, at]:  # a special ends a span
+                    left -= not chosen[at]
+                    chosen[at] = True
+                    at += 1
+        return chosen_BT
+
+
+def lengths(stop: float, longest: int) -> Draws:
+    """The cumulative probabilities of 1 to `longest` words: geometric, and renormalised rather than clipped."""
+    chances_L = stop * (1 - stop) ** np.arange(longest)
+    total: Draws = np.cumsum(chances_L / chances_L.sum())
+    total[-1] = 1.0  # above every draw, whatever the rounding
+    return total
+
+
+def ends(chosen_BT: Flags) -> tuple[Ids, Ids]:
+    """For every chosen token the first and the last position of its span, neighbours being one; -1 elsewhere."""
+    at_T = np.arange(chosen_BT.shape[1])
+    before_BT = np.maximum.accumulate(np.where(chosen_BT, -1, at_T), axis=1)
+    behind_BT = np.minimum.accumulate(np.where(chosen_BT, len(at_T), at_T)[:, ::-1], axis=1)[:, ::-1]
+    return np.where(chosen_BT, before_BT + 1, -1), np.where(chosen_BT, behind_BT - 1, -1)
+
+
+def borders(first_BT: Ids, last_BT: Ids, lengths_B: Ids, places: int) -> Borders:
+    """The borders of every hidden token, as positions in all rows laid end to end."""
+    row_N, at_N = np.nonzero(first_BT >= 0)
+    first_N, last_N = first_BT[row_N, at_N], last_BT[row_N, at_N]
+    places_N = at_N - first_N
+    known_N = (first_N > 0) & (last_N + 1 < lengths_B[row_N]) & (places_N < places)
+    origin_N = row_N * first_BT.shape[1]
+    return Borders(
+        np.where(known_N, origin_N + first_N - 1, 0),
+        np.where(known_N, origin_N + last_N + 1, 0),
+        np.where(known_N, places_N, 0),
+        known_N,
+    )

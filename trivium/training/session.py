@@ -1,0 +1,370 @@
+"""One sitting of a run: trained, guarded, recorded, told as a series of events."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trivium import config as settings
+from trivium import report
+from trivium.checkpoints import bundle, format
+from trivium.checkpoints.store import Checkpoint, Store
+from trivium.data.shards import changed_sources
+from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError
+from trivium.files import write_atomic
+from trivium.generation.sampling import Sampling
+from trivium.generation.text import complete
+from trivium.training import prepare
+from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
+from trivium.training.guards import Signals, Soundness, enough_memory
+from trivium.training.job import Job, weights_of
+from trivium.training.loop import Pending, Update, updates
+from trivium.training.persist import WAITS, Home, Record, Retry, reason
+from trivium.training.prepare import Ground, Say
+from trivium.training.recipe import due
+from trivium.training.rollback import History, replay
+from trivium.training.spikes import Alarm, Detector, Rollback
+from trivium.training.validate import validate
+
+
+class Session:
+    """One sitting of a run; `events` trains until the budget is spent or somebody stops it."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        say: Say,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.ground = ground
+        self.folder = ground.folder
+        self.recipe = recipe = ground.recipe
+        self.say = say
+        self.clock = clock
+        self.sleep = sleep
+        spike = recipe.spike
+        # without a watch on spikes only numbers that are not finite can lead back
+        self.options = spike if isinstance(spike, Rollback) else Rollback(threshold=math.inf, norm=math.inf)
+        self.watching = isinstance(spike, Rollback) or recipe.nonfinite == "rollback"
+        self.store = Store(
+            self.folder / "checkpoints",
+            keep=recipe.checkpoint.keep,
+            margin=self.options.margin if self.watching else 0,
+        )
+        self.history = History(self.folder, self.store, self.options, recipe.batch.rows)
+        self.home = Home(ground)
+        self.record = Record(self.home, self.history, prepare.trackers(ground))
+        self.notes: list[str] = []  # sentences on their way to becoming events
+        self.lines = Retry("metrics.jsonl", self.notes.append)
+        self.saves = Retry("the checkpoint", self.notes.append)
+        self.detector = self._detector()
+        self.known: list[tuple[Update, float, float, bool]] = []  # read off the device and not yet written down
+        self.seconds = 0.0  # of training in earlier sittings
+        self.best = self.kept = math.inf  # the lowest validation loss, and the lowest with a checkpoint
+        self.score: float | None = None  # the validation loss at this very step
+
+    def events(self) -> Iterator[Event]:
+        """Train, and tell what happens; closing the iterator early leaves a valid run behind."""
+        with self.home, Signals() as signals, enough_memory(self.recipe, self.folder):
+            try:
+                job = prepare.job(self.ground, self.recipe.budget.steps)
+                yield from self._resume(job)
+                while (alarm := (yield from self._train(job, signals))) is not None:
+                    yield from self._go_back(job, alarm)
+                yield from self._finish(job, signals)
+            finally:
+                self.record.close()
+
+    def _train(self, job: Job, signals: Signals) -> Generator[Event, None, Alarm | None]:
+        """Train to the end, or to an alarm, which is returned."""
+        recipe, total = self.recipe, job.total
+        yield from self._owed(job)
+        started, pending = self.clock() - self.seconds, Pending()
+        mark = (self.clock(), job.tokens)
+        for update in updates(job):
+            with contextlib.suppress(OSError):  # a finished run that goes on has no model yet
+                (self.folder / bundle.CARD).unlink(missing_ok=True)
+            step, stopping = update.step, signals.received
+            pending.updates.append(update)
+            if update.note:
+                self.notes.append(update.note)
+            validating, sampling = self._due(step, total)
+            saving = due(recipe.checkpoint.every, step, total)
+            again = self.saves.due(step)
+            recording = step % recipe.log == 0 or validating or saving or again or sampling or stopping > 0
+            self.score = None
+            if recording or step % self._look(job) == 0:
+                self.seconds = self.clock() - started
+                alarm = self._read(pending)
+                if alarm is not None:
+                    return alarm
+            if recording:
+                yield from self._log(job, mark)
+                mark = (self.clock(), job.tokens)
+            working = self.clock()
+            if validating and not stopping:
+                yield self._validate(job)
+                again = again or self._best_of_all()
+            if sampling and not stopping:
+                yield self._sample(job)
+            if saving or again or stopping or self.record.gone:
+                yield from self._save(job, now=saving or stopping > 0)
+            if stopping:
+                raise Interrupted(self._stopped(job), 128 + stopping)
+            mark = (mark[0] + self.clock() - working, mark[1])  # what is not training does not count as slow
+        return None
+
+    def _look(self, job: Job) -> int:
+        """Steps between two looks at the numbers: a spike is found in 5 steps, and a GPU does not wait at each."""
+        if not self.watching:
+            return self.recipe.log
+        return 1 if job.model.device.type == "cpu" else 3
+
+    def _due(self, step: int, total: int) -> tuple[bool, bool]:
+        """Whether validation and a sample follow this step."""
+        sampling = bool(self.recipe.sample.every) and due(self.recipe.sample.every, step, total)
+        sampling = sampling and self.recipe.model.family == "decoder"  # the others do not write by themselves
+        return due(self.recipe.evaluate.every, step, total) and len(self.ground.valid) > 0, sampling
+
+    def _owed(self, job: Job) -> Iterator[Event]:
+        """What a run that was stopped at this very step left out, so that its end is that of one never stopped."""
+        if not job.step:
+            return
+        validating, sampling = self._due(job.step, job.total)
+        done = {row.get("step") for row in self.record.metrics.rows() if row.get("kind") == "valid"}
+        if validating and job.step not in done:
+            yield self._validate(job)
+            yield from self._save(job)
+        if sampling and job.step not in {row.get("step") for row in self.record.samples.rows()}:
+            yield self._sample(job)
+
+    def _read(self, pending: Pending) -> Alarm | None:
+        """Read the numbers of the last steps off the device and judge them; a bad one may end the run."""
+        fresh = pending.read()
+        self.known += fresh
+        for update, loss, norm, ok in fresh:
+            sound = ok or update.overflow
+            if not sound and self.recipe.nonfinite == "stop":
+                self._write_down()
+                self.lines.attempt(update.step, self.record.flush)
+                raise Diverged(
+                    f"the loss or a gradient was not finite at step {update.step}; the weights are those of step "
+                    f"{update.step - 1} and checkpoints are intact: lower optim.rate (now {self.recipe.optim.rate:g}) "
+                    "or set nonfinite=skip or nonfinite=rollback"
+                )
+            alarm = self.detector.see(update.step, loss, norm, finite=sound, scale=update.scale)
+            if alarm is not None and self.watching:
+                return alarm
+        return None
+
+    def _write_down(self) -> list[tuple[Update, float, float, bool]]:
+        """Turn what is known into rows of the record; returned, since it is forgotten."""
+        known, self.known = self.known, []
+        self.record.add(
+            _finite(
+                {
+                    "kind": "train",
+                    "step": u.step,
+                    "loss": loss,
+                    "norm": norm,
+                    "rate": u.rate,
+                    "tokens": u.count,
+                    "seconds": round(self.seconds, 3),
+                }
+                | ({} if math.isinf(u.scale) else {"scale": u.scale})
+                | ({} if ok else {"skipped": True})
+            )
+            for u, loss, norm, ok in known
+        )
+        return known
+
+    def _log(self, job: Job, mark: tuple[float, int]) -> Iterator[Event]:
+        """Write down the last steps and tell how it goes."""
+        known = self._write_down()
+        self.lines.attempt(job.step, self.record.flush)
+        if bad := [str(u.step) for u, _, _, ok in known if not (ok or u.overflow)]:
+            self.notes.append(f"skipped {len(bad)} update(s) that were not finite: step {', '.join(bad)}")
+        yield from self._told()
+        good = [(loss, norm) for _, loss, norm, ok in known if ok]
+        if good:
+            elapsed = max(1e-9, self.clock() - mark[0])
+            speed = (job.tokens - mark[1]) / elapsed
+            left = (job.total - job.step) * elapsed / len(known)
+            loss = sum(loss for loss, _ in good) / len(good)
+            yield Progress(job.step, job.total, loss, good[-1][1], known[-1][0].rate, speed, left)
+
+    def _told(self) -> Iterator[Event]:
+        notes, self.notes[:] = self.notes[:], []
+        yield from map(Said, notes)
+
+    def _validate(self, job: Job) -> Event:
+        loss, bits = validate(job, self.ground.valid, limit=self.recipe.evaluate.rows)
+        self.score = loss
+        better = loss < self.best
+        self.best = min(self.best, loss)
+        self.record.add([_finite({"kind": "valid", "step": job.step, "loss": loss, "bits_per_byte": bits})])
+        return Validated(job.step, loss, bits, better)
+
+    def _sample(self, job: Job) -> Event:
+        wanted = self.recipe.sample
+        tokens = min(wanted.tokens, self.recipe.model.context - 1)
+        try:
+            with job.in_use():
+                [[text]] = complete(
+                    job.model,
+                    self.ground.tokenizer,
+                    [wanted.prompt],
+                    tokens=tokens,
+                    sampling=Sampling(temperature=wanted.temperature),
+                    seed=self.recipe.seed,
+                )
+        except RequestError as error:
+            return Said(f"no sample: {error}")
+        self.record.samples.add([{"step": job.step, "prompt": wanted.prompt, "text": str(text)}])
+        return Sampled(job.step, wanted.prompt, str(text))
+
+    def _save(self, job: Job, now: bool = False) -> Iterator[Event]:
+        """Save a checkpoint, or say why not and leave it to a later step."""
+        self.lines.attempt(job.step, self.record.flush, now=now)
+        path = self.saves.attempt(job.step, lambda: self._checkpoint(job), now=now)
+        yield from self._told()
+        if path is not None:
+            yield Saved(job.step, path)
+
+    def _checkpoint(self, job: Job) -> Path:
+        self.record.restore()
+        state = {
+            **job.state(),
+            "identity": self.ground.identity,
+            "seconds": self.seconds,
+            "best": self.best if math.isfinite(self.best) else None,
+            "rollbacks": len(self.history.returns),
+            "recipe": settings.digest(self.recipe),
+            "tokenizer": self.ground.tokenizer.digest,
+        }
+        path = self.store.save(job.step, tensors=job.tensors(), documents={"state": state}, score=self.score)
+        self.record.gone = False
+        if self._best_of_all():
+            self.kept = self.best
+        return path
+
+    def _best_of_all(self) -> bool:
+        """Whether this very step has a lower validation loss than every checkpoint."""
+        return self.score is not None and self.score < self.kept
+
+    def _resume(self, job: Job) -> Iterator[Event]:
+        """Go back to the newest whole checkpoint, if there is one."""
+        self.history.read()
+        self.history.clear()
+        found = self.store.newest(say=self.notes.append)
+        yield from self._told()
+        if found is None and (self.folder / bundle.CARD).is_file():
+            raise CheckpointError(f"{self.folder} has a model but no checkpoint to go on from; start a new run")
+        self.home.describe()
+        if found is not None:
+            if format.document(found.path, "state").get("identity") != self.ground.identity:
+                raise CheckpointError(
+                    f"{found.path} is a checkpoint for another configuration; move it out of {self.folder}"
+                )
+            if changed := changed_sources(self.ground.shards):
+                raise CheckpointError(f"{changed[0]} has changed since the run began; restore it, or start a new run")
+        self._load(job, found)
+        self.record.flush()
+        if found is not None:
+            yield Said(f"went on from {found.path}" if job.step < job.total else f"all {job.total} steps are done")
+
+    def _load(self, job: Job, found: Checkpoint | None) -> None:
+        """Take up the state of a checkpoint, or of the beginning, with all that is known about it by now."""
+        self.best = self.kept = math.inf
+        if found is not None:
+            state = format.document(found.path, "state")
+            job.load(lambda section: format.tensors(found.path, section), found.step, state)
+            self.best = self.kept = math.inf if state["best"] is None else float(state["best"])
+            self.seconds = max(self.seconds, float(state["seconds"]))
+        elif job.step:
+            fresh = prepare.job(self.ground, job.total)
+            sections = fresh.tensors()
+            job.load(lambda section: sections[section], 0, fresh.state())
+        job.skipped = self.history.spans(job.skipped)
+        job.soundness = Soundness(self.recipe.nonfinite, job.model.device)
+        self.known.clear()
+        self.record.cut(job.step)
+        self.detector = self._detector()
+        for step, loss, norm in replay(self.record.metrics.rows()):
+            self.detector.see(step, loss, norm)
+
+    def _detector(self) -> Detector:
+        return Detector(self.options, clip=self.recipe.clip, nonfinite=self.recipe.nonfinite == "rollback")
+
+    def _go_back(self, job: Job, alarm: Alarm) -> Iterator[Event]:
+        """Answer an alarm: the log first, then the checkpoints that it gives up, then the weights."""
+        at = job.step
+        entry, found = self.history.decide(alarm, job.skipped, self.notes.append)
+        self.history.add(entry)
+        self.lines.attempt(at, self.record.flush, now=True)
+        self.saves.attempt(at, lambda: self.history.give_up(entry), now=True)
+        self._load(job, found)
+        self.lines.attempt(at, self.record.flush, now=True)
+        self.notes.append(entry.told())
+        yield from self._told()
+        if entry.action == "stop":
+            raise Diverged(
+                f"the run keeps failing near step {entry.step} ({entry.why}): {self.options.attempts} rollbacks did "
+                f"not help; it is back at step {entry.to}, go on with `trivium train {self.folder} optim.rate=...` and "
+                f"a rate below {self.recipe.optim.rate:g}"
+            )
+
+    def _stopped(self, job: Job) -> str:
+        again = f"go on with `trivium train {self.folder}`"
+        if self.saves.trouble is None:
+            return f"stopped at step {job.step} of {job.total}; {again}"
+        why = reason(self.saves.trouble)
+        return f"stopped at step {job.step} of {job.total}, which could not be saved ({why}); {again}"
+
+    def _finish(self, job: Job, signals: Signals) -> Iterator[Event]:
+        """Bring the model for use to the disk, however long that takes within reason."""
+        if not job.step:
+            return
+        for wait in (*WAITS, 0.0):
+            try:
+                self._deliver(job)
+                break
+            except OSError as error:
+                if not wait or signals.received:
+                    raise TriviumError(
+                        f"the model of step {job.step} could not be written to {self.folder} ({reason(error)}); "
+                        f"make room and go on with `trivium train {self.folder}`"
+                    ) from error
+                if wait == WAITS[0]:
+                    yield Said(f"the model could not be written ({reason(error)}): trying again for {sum(WAITS):g} s")
+                self.sleep(wait)
+        yield from self._told()
+
+    def _deliver(self, job: Job) -> None:
+        """The model for use (the best checkpoint or the last step), and the report."""
+        self.record.flush()
+        self.lines.over(job.step)
+        if self.saves.trouble is not None or self.record.gone:
+            self._checkpoint(job)
+            self.saves.over(job.step)
+        step, tensors = job.step, None
+        if self.recipe.checkpoint.use == "best":
+            best = self.store.best(say=self.notes.append)
+            if best is not None and best.step != step:
+                step, tensors = best.step, weights_of(lambda section: format.tensors(best.path, section), self.recipe)
+                self.notes.append(f"the model is that of step {step}, where the validation loss was lowest")
+        scores = [r for r in self.record.metrics.rows() if r.get("kind") == "valid" and r["step"] == step]
+        origin = {"run": self.recipe.name, "step": step, "valid": scores[-1] if scores else None}
+        weights = job.weights_for_use() if tensors is None else tensors
+        bundle.save(self.folder, self.recipe.model, weights, self.ground.tokenizer, origin)
+        write_atomic(self.folder / "report.html", report.page(self.folder).encode())
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: a number that is not finite is written as text."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
