@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trivium import config as settings
-from trivium.checkpoints import bundle, format
+from trivium.checkpoints import bundle
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, RequestError
 from trivium.evaluation.likelihood import Score, score_text
+from trivium.generation import embed as vectors
+from trivium.generation.beam import Beam
+from trivium.generation.embed import Neighbour, Pooling, neighbours
+from trivium.generation.fill import Filling, fill
 from trivium.generation.sampling import Sampling
+from trivium.generation.scorer import Scorer
+from trivium.generation.states import Ids, logits_of
 from trivium.generation.text import Completion, complete, stream_text
+from trivium.generation.translation import Hypothesis, search_texts
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, arrange, weights
@@ -30,12 +37,16 @@ from trivium.training.run import RUNS, is_run, open_run, read_recipe
 
 __all__ = [
     "Completion",
+    "Filling",
+    "Hypothesis",
     "Model",
+    "Neighbour",
     "Recipe",
     "Run",
     "Score",
     "build",
     "load",
+    "neighbours",
     "preset",
     "presets",
     "recipe",
@@ -73,22 +84,15 @@ class Model:
     def config(self) -> ModelConfig:
         return self.module.config
 
-    def logits(self, ids: Tensor | Sequence[Sequence[int]] | Sequence[int]) -> Tensor:
-        """The scores [B, T, V] that follow each of the ids [B, T]; a single row may leave out the batch."""
-        try:
-            tokens = torch.as_tensor(ids, device=self.module.device)
-        except (ValueError, TypeError):
-            raise RequestError("logits takes rows of ids that are equally long; pad them or ask one by one") from None
-        single = tokens.ndim == 1
-        if not tokens.numel() or tokens.is_floating_point() or tokens.ndim > 2:
-            raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one")
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab:
-            raise RequestError(f"an id is outside the model's vocabulary of {self.config.vocab}")
-        self.module.eval()
-        with torch.inference_mode():
-            hidden = self.module(tokens[None] if single else tokens).hidden
-            result = self.module.head.logits(hidden)
-        return result[0] if single else result
+    def logits(
+        self, ids: Ids, target: Ids | None = None, *, segments: Ids | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        """The scores [B, T, V] that follow each of the ids [B, T], or stand there (encoder); one row needs no batch.
+
+        An encoder-decoder takes a source and a target as it is fed to the decoder, already shifted. `padding` is True
+        at the real ones of `ids`.
+        """
+        return logits_of(self.module, ids, target, segments=segments, padding=padding)
 
     def generate(
         self,
@@ -108,7 +112,8 @@ class Model:
     ) -> Any:
         """The continuation of a prompt: a string that also has `.ids`, `.reason` and `.logprobs`.
 
-        With n > 1 a list of n; for a list of prompts a list with one entry per prompt. Temperature 0 is greedy.
+        An encoder-decoder reads the prompt as its source and writes from it. With n > 1 a list of n; for a list of
+        prompts a list with one entry per prompt. Temperature 0 is greedy.
         """
         sampling = _sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -153,6 +158,89 @@ class Model:
             slide=slide,
         )
 
+    def translate(
+        self,
+        texts: str | Sequence[str],
+        *,
+        beams: int = 4,
+        alpha: float = 0.6,
+        coverage: float = 0.0,
+        n: int = 1,
+        tokens: int = 0,
+        ensemble: Sequence[Model] = (),
+        rows: int = 0,
+        tick: Callable[[int, int], None] = lambda done, of: None,
+    ) -> Any:
+        """The best translation of each text by beam search: a string with `.score`, `.logprob`, `.ids` and `.reason`.
+
+        With n > 1 a list of the n best; one text gives one answer, a list a list. `ensemble` names other models of the
+        same tokenizer that vote with this one. At most `tokens` tokens, 0 means 50 more than the source.
+        """
+        if self.config.family != "encoder-decoder":
+            raise RequestError(f"a model of the {self.config.family} family cannot translate; load an encoder-decoder")
+        for other in ensemble:
+            if other.tokenizer.digest != self.tokenizer.digest:
+                raise RequestError("models with different tokenizers cannot vote together; train them with one")
+        scorer = Scorer(self.module, *(other.module for other in ensemble))
+        beam = Beam(beams=beams, alpha=alpha, coverage=coverage, n=n)
+        given = [texts] if isinstance(texts, str) else list(texts)
+        found = search_texts(scorer, self.tokenizer, given, beam=beam, tokens=tokens, rows=rows, tick=tick)
+        each: list[Any] = [best if n > 1 else best[0] for best in found]
+        return each[0] if isinstance(texts, str) else each
+
+    def search(
+        self, prompt: str, *, tokens: int = 100, beams: int = 4, alpha: float = 0.6, n: int = 1
+    ) -> list[Hypothesis]:
+        """The n best continuations of a prompt by beam search; of an encoder-decoder, what it writes from a source."""
+        beam = Beam(beams=beams, alpha=alpha, n=n)
+        return search_texts(self.module, self.tokenizer, [prompt], beam=beam, tokens=tokens)[0]
+
+    def fill(self, text: str | Sequence[str], *, top: int = 5) -> Any:
+        """The likeliest pieces behind each [MASK], best first: strings with `.probability` and `.id`.
+
+        A text with one mask gives a list, one with several a list for each, filled independently while the others stay
+        masked; a list of texts gives a list. If the tokenizer has [CLS] and [SEP] the text is framed by them, as in
+        training; spelled out in the text they are text.
+        """
+        found = fill(self.module, self.tokenizer, [text] if isinstance(text, str) else list(text), top=top)
+        each: list[Any] = [masks if len(masks) > 1 else masks[0] for masks in found]
+        return each[0] if isinstance(text, str) else each
+
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        *,
+        pooling: Pooling = "mean",
+        normalise: bool = False,
+        tick: Callable[[int, int], None] = lambda done, of: None,
+    ) -> Tensor:
+        """A vector per text, [N, D] ([D] for one text): the mean of its last states, or with "cls" that of [CLS].
+
+        An encoder's text is framed as for `fill`; an encoder-decoder gives the states of its encoder.
+        """
+        given = [texts] if isinstance(texts, str) else list(texts)
+        found = vectors.embed(self.module, self.tokenizer, given, pooling=pooling, tick=tick)
+        found = F.normalize(found, dim=-1) if normalise else found
+        return found[0] if isinstance(texts, str) else found
+
+    def embed_word(self, text: str, word: str, *, occurrence: int = 0) -> Tensor:
+        """The vector [D] of a word where it stands in a text: "bank" by a river is not "bank" with money."""
+        return vectors.embed_word(self.module, self.tokenizer, text, word, occurrence=occurrence)
+
+    def neighbours(self, text: str, *, among: Sequence[str] = (), top: int = 10) -> list[Neighbour]:
+        """What lies nearest by cosine, best first: strings with `.similarity` and `.number`.
+
+        With `among`, these texts by their `embed`; without, the tokenizer's pieces by the embeddings in front of the
+        first layer, in which a word is the same wherever it stands.
+        """
+        if among:
+            both = self.embed([text, *among])
+            return neighbours(both[:1], both[1:], list(among), top=top)[0]
+        names, candidates = vectors.static_words(self.module, self.tokenizer)
+        own = vectors.static_word(self.module, self.tokenizer, text)
+        found = neighbours(own[None], candidates, names, top=len(names))[0]
+        return [piece for piece in found if piece.strip() != text.strip()][:top]
+
     def score(self, text: str, *, stride: int = 0) -> Score:
         """How probable the text is: `.nll`, `.perplexity`, `.bits_per_byte`, every token scored once."""
         return score_text(self.module, self.tokenizer, text, stride=stride)
@@ -166,18 +254,25 @@ class Model:
         return path
 
 
-def load(path: str | Path, *, device: str = "auto", parts: Sequence[type[Any]] = ()) -> Model:
-    """The model in a run's folder (or one written by `m.save`); an unfinished run gives its newest checkpoint."""
+def load(path: str | Path, *, device: str = "auto", average: int = 0, parts: Sequence[type[Any]] = ()) -> Model:
+    """The model in a run's folder (or one written by `m.save`); an unfinished run gives its newest checkpoint.
+
+    `average` = k gives the mean of the weights of the run's newest k checkpoints instead.
+    """
     folder = Path(path)
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist; `trivium runs` lists what is here")
-    if (folder / bundle.CARD).is_file():
+    if average < 0:
+        raise RequestError(f"average: {average} is negative; 0 loads the model as it is")
+    if (folder / bundle.CARD).is_file() and not average:
         found = bundle.open_bundle(folder, parts=parts)
-        module, tokenizer, notes = found
     elif is_run(folder):
-        module, tokenizer, notes = _unfinished(folder, parts)
+        found = _from_checkpoints(folder, average, parts)
+    elif average:
+        raise CheckpointError(f"{folder} is not a run: it has no checkpoints to average; load it without average")
     else:
         raise CheckpointError(f"{folder} holds neither a model nor a run; name a folder with model.json or config.toml")
+    module, tokenizer, notes = found
     where = choose(device)
     module.to(where)
     if where.type == "cpu":
@@ -185,14 +280,22 @@ def load(path: str | Path, *, device: str = "auto", parts: Sequence[type[Any]] =
     return Model(module, tokenizer, notes)
 
 
-def _unfinished(folder: Path, parts: Sequence[type[Any]]) -> tuple[Transformer, Tokenizer, Mapping[str, Any]]:
+def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]]) -> bundle.Bundle:
     store = Store(folder / "checkpoints")
-    newest = store.newest(say=lambda text: print(text, file=sys.stderr))
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    newest = store.newest(say=say)
     if newest is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; go on with `trivium train {folder}`")
-    table = settings.read(folder / "config.toml").get("model", {})
-    module = bundle.model_from(table, format.tensors(newest.path, "model"), str(folder), parts)
-    return module, open_tokenizer(folder / "tokenizer.json"), {"run": folder.name, "step": newest.step}
+    notes: dict[str, Any] = {"run": folder.name, "step": newest.step}
+    if average:
+        tensors, notes["average"] = bundle.mean_weights(store, average, say=say)
+    else:
+        tensors = bundle.weights_in(newest.path, newest.manifest)
+    module = bundle.model_from(settings.read(folder / "config.toml").get("model", {}), tensors, str(folder), parts)
+    return bundle.Bundle(module, open_tokenizer(folder / "tokenizer.json"), notes)
 
 
 class Run:

@@ -16,11 +16,13 @@ from trivium.errors import RequestError
 from trivium.generation.engine import Token
 from trivium.generation.sampling import Sampling
 from trivium.generation.text import Completion, Transcript, complete, stream_text
-from trivium.models.config import Block, ModelConfig, Stack
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build
 from trivium.parts.embeddings import Tokens
 from trivium.parts.positions import Rotary
-from trivium.text.kinds import Bpe, Bytes, Chars
+from trivium.text.kinds import Bpe, Bytes, Chars, EndOfWordBpe, Unigram, WordPiece
+from trivium.text.pieces import Joint
 from trivium.text.tokenizer import Tokenizer
 
 GREEDY = Sampling(temperature=0)
@@ -66,6 +68,7 @@ class Chunks:
     def __init__(self, chunks: Sequence[bytes]) -> None:
         self.chunks = chunks
         self.specials: Mapping[str, int] = {}
+        self.joint = Joint()
 
     def piece_bytes(self, id: int) -> bytes:
         return self.chunks[id]
@@ -237,3 +240,24 @@ def test_a_bad_request_is_refused_when_it_is_made() -> None:
         complete(model, tokenizer, ["t"], tokens=1, sampling=GREEDY, seed=0, n=0)
     with pytest.raises(RequestError, match="tokens: 0"):
         complete(model, tokenizer, ["t"], tokens=0, sampling=GREEDY, seed=0)
+
+
+WORDS = {
+    "word-bpe": EndOfWordBpe(size=60).build([CORPUS]),
+    "wordpiece": WordPiece(size=60).build([CORPUS]),
+    "unigram": Unigram(size=60).build([CORPUS]),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_prompt_and_its_continuation_join_to_the_text_of_all_ids(name: str) -> None:
+    """The space between two words belongs to either one: `decode` of the new ids alone would lose it."""
+    tokenizer = WORDS[name]
+    any_id = Sampling(temperature=50.0)
+    told, begun = complete(small(tokenizer.size), tokenizer, ["the cat", ""], tokens=6, sampling=any_id, seed=0, n=40)
+    for found in told:
+        whole = tokenizer.decode([*tokenizer.encode("the cat"), *found.ids])
+        assert ("the cat" + found).rstrip(" ") == whole.rstrip(" ")
+    assert any(found.startswith(" ") for found in told)
+    for found in begun:
+        assert found.rstrip(" ") == tokenizer.decode(found.ids).rstrip(" ")

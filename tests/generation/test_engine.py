@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from trivium.errors import CheckpointError, RequestError
 from trivium.generation.engine import Request, Token, stream
 from trivium.generation.sampling import Sampling, Uniforms, distribution, draw
-from trivium.models.config import Block, ModelConfig, NoStack, Stack
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.transformer import Transformer, build
 from trivium.parts.attention import MultiHead
 from trivium.parts.embeddings import Tokens
@@ -55,10 +56,12 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def decode(model: Transformer, requests: Sequence[Request], end: int | None = None, **options: bool) -> list[list[int]]:
+def decode(
+    model: Transformer, requests: Sequence[Request], end: int | None = None, *, slide: bool = False
+) -> list[list[int]]:
     """The new ids of every row."""
     rows: list[list[int]] = [[] for _ in requests]
-    for token in stream(model, requests, end=end, **options):
+    for token in stream(model, requests, end=end, slide=slide):
         rows[token.row].append(token.id)
     return rows
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trivium.cli import use
 from trivium.cli.printing import Json, bits, cell, print_json, print_table, standard_input
 from trivium.cli.text import data_app, tokenizer_app
 from trivium.errors import ConfigError, Interrupted, TriviumError, UserError
@@ -66,7 +67,9 @@ def train(
 @app.command()
 def generate(
     model: Annotated[Path, typer.Argument(help="A run's folder or a saved model.")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")] = "",
+    prompt: Annotated[
+        str, typer.Argument(help="The text to continue, or to write from (encoder-decoder); - reads standard input.")
+    ] = "",
     tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 100,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest only; 0 is off.")] = 0,
@@ -78,14 +81,16 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     logprobs: Annotated[int, typer.Option(help="With --json: the n likeliest alternatives of each token.")] = 0,
     slide: Annotated[bool, typer.Option("--slide", help="Go on past the context by forgetting the beginning.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    average: use.Average = 0,
+    device: use.Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt; the text appears as it is written."""
+    """Continue a prompt; the text appears as it is written. An encoder-decoder reads it as a source instead."""
     from trivium import api
 
     text = standard_input() if prompt == "-" else prompt
-    m = api.load(model, device=device)
+    m = api.load(model, device=device, average=average)
+    shown = "" if m.config.family == "encoder-decoder" else text
     options: dict[str, Any] = {
         "tokens": tokens,
         "temperature": temperature,
@@ -99,7 +104,7 @@ def generate(
     }
     if n == 1 and not as_json and not logprobs:
         pieces = m.stream(text, **options)
-        typer.echo(text, nl=False)
+        typer.echo(shown, nl=False)
         reason = ""
         while not reason:
             try:
@@ -118,7 +123,7 @@ def generate(
         return
     for index, sample in enumerate(samples):
         typer.echo(f"--- {index + 1}" if n > 1 else "", nl=n > 1)
-        typer.echo(text + sample)
+        typer.echo(shown + sample)
 
 
 def _sample(sample: Any) -> dict[str, Any]:
@@ -129,6 +134,11 @@ def _sample(sample: Any) -> dict[str, Any]:
         "logprobs": sample.logprobs,
         "alternatives": sample.alternatives,
     }
+
+
+app.command()(use.fill)
+app.command()(use.translate)
+app.command()(use.embed)
 
 
 @app.command()

@@ -1,11 +1,11 @@
 """The one decoding loop: a batch of prompts in, one token per live row and step out."""
 
-# B rows, T tokens of the longest prompt, S tokens in the cache, D width, V vocabulary
+# B rows, V vocabulary
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trivium.errors import CheckpointError, RequestError
+from trivium.errors import RequestError
 from trivium.generation.sampling import Sampling, Uniforms, distribution, draw, penalise
-from trivium.models.transformer import States, Transformer
-from trivium.parts.cache import Cache
+from trivium.generation.scorer import Prompt, Reading, Scorer, allowed, require_finite
+from trivium.models.transformer import Transformer
 
 Reason = Literal["", "end", "length", "context"]
 
@@ -25,13 +25,14 @@ Reason = Literal["", "end", "length", "context"]
 class Request:
     """One row to decode; its tokens depend on nothing else in the batch."""
 
-    ids: tuple[int, ...]  # the prompt, at least one id: an empty one is the END id alone
+    ids: tuple[int, ...]  # the prompt, at least one id: an empty one is the END id alone, behind a source it is <pad>
     tokens: int  # new tokens at most
     sampling: Sampling
     seed: int
     sample: int = 0  # the number of this row among several samples of one prompt
     stop_ids: frozenset[int] = frozenset()  # these end the row as the END id does
     logprobs: int = 0  # 0 none; n: the chosen token's and those of the n likeliest others
+    source: tuple[int, ...] = ()  # what an encoder-decoder writes from
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -72,28 +73,24 @@ class Stream(Iterator[Token]):
 
 
 def stream(
-    model: Transformer, requests: Sequence[Request], *, end: int | None, slide: bool = False, vocab: int = 0
+    model: Transformer | Scorer,
+    requests: Sequence[Request],
+    *,
+    end: int | None,
+    slide: bool = False,
+    vocab: int = 0,
+    banned: Collection[int] = (),
 ) -> Stream:
     """Decode all requests together; each row ends at `end`, at its number of tokens or at the model's context.
 
     With `slide` a row whose context is full goes on from its last context // 2 tokens. `vocab` > 0 forbids ids from
-    there on: a model may have more rows in its output than its tokenizer has ids.
+    there on: a model may have more rows in its output than its tokenizer has ids. `banned` ids are never written.
     """
-    if model.config.family == "encoder":
-        raise RequestError("an encoder sees both sides of every token, so it cannot continue a text; load a decoder")
-    if model.config.family == "encoder-decoder":
-        raise RequestError("an encoder-decoder writes from a source text, it does not continue a prompt")
-    context, vocab = model.config.context, min(vocab or model.config.vocab, model.config.vocab)
-    for request in requests:
-        if len(request.ids) >= context and not slide:
-            raise RequestError(
-                f"the prompt has {len(request.ids)} tokens, the model's context holds {context} with the new ones; "
-                "shorten it, or slide to use its end only"
-            )
-        if not 0 <= min(request.ids) <= max(request.ids) < vocab:
-            raise RequestError(f"the prompt has ids outside the model's vocabulary of {vocab}; check the tokenizer")
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
+    vocab = min(vocab or scorer.vocab, scorer.vocab)
+    scorer.check([Prompt(ids=request.ids, source=request.source) for request in requests], vocab, slide=slide)
     rows = [_Row(index, request) for index, request in enumerate(requests)]
-    return Stream(rows, _decode(model, rows, end, slide, vocab))
+    return Stream(rows, _decode(_Batch(scorer, rows, vocab, banned), end, slide))
 
 
 class _Row:
@@ -125,12 +122,9 @@ class _Row:
         return reason
 
 
-def _decode(
-    model: Transformer, rows: list[_Row], end: int | None, slide: bool, vocab: int
-) -> Generator[Token, None, None]:
-    with evaluating(model):
-        batch = _Batch(model, rows, vocab)
-        limit = 0 if slide else model.config.context
+def _decode(batch: _Batch, end: int | None, slide: bool) -> Generator[Token, None, None]:
+    with evaluating(*batch.scorer.models):
+        limit = 0 if slide else batch.scorer.context
         while True:
             # per step, not around the loop: the mode belongs to the thread, and the caller runs between two tokens
             with torch.inference_mode():
@@ -146,9 +140,9 @@ def _decode(
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout; afterwards each module is as it was."""
-    training = [module for module in model.modules() if module.training]
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """The models without dropout; afterwards each module is as it was."""
+    training = [module for model in models for module in model.modules() if module.training]
     for module in training:
         module.training = False
     try:
@@ -169,14 +163,13 @@ class _Step(NamedTuple):
 class _Batch:
     """The rows that share a cache, left-padded to one length; rows that are done leave when that pays."""
 
-    def __init__(self, model: Transformer, rows: list[_Row], vocab: int) -> None:
-        self.model = model
+    def __init__(self, scorer: Scorer, rows: list[_Row], vocab: int, banned: Collection[int]) -> None:
+        self.scorer = scorer
         self.rows = rows
         self.vocab = vocab
-        self.context = model.config.context
-        self.cache: Cache | None = None
+        self.banned = banned
+        self.reading: Reading | None = None
         self.last_B: Tensor | None = None  # drawn, but not read by the model yet
-        self.pads_B1: Tensor | None = None  # padding per row; None if there is none
         self.seen_BV: Tensor | None = None
         self.groups: list[tuple[Sampling, list[int], Tensor | None]] = []
         self.asked = 0  # the most logprobs that a row wants
@@ -185,7 +178,7 @@ class _Batch:
     def settle(self) -> bool:
         """Before a step: let finished rows go if at least half are; False if no row is left."""
         live = [index for index, row in enumerate(self.rows) if not row.done]
-        if self.cache is None:
+        if self.reading is None:
             self.rows = [self.rows[index] for index in live]
         elif len(live) * 2 <= len(self.rows) and live:
             self._keep(live)
@@ -193,17 +186,15 @@ class _Batch:
 
     def step(self) -> _Step:
         """The next token of every row."""
-        if self.cache is None or self.cache.length == self.context:
-            hidden_BD = self._read()
+        if self.reading is None or self.reading.length == self.scorer.context:
+            logits_BV = self._read()
         else:
-            hidden_BD = self._advance(self.cache)
-        logits_BV = self.model.head.logits(hidden_BD).float()
-        best = logits_BV[:, : self.vocab].max(-1)  # the highest score, which keeps a nan, and its id
-        if not all(map(math.isfinite, best.values.tolist())):
-            raise CheckpointError(
-                "the model's scores are not finite; its weights are damaged, load an older checkpoint"
-            )
-        last_B = best.indices if self.plain else self._choose(logits_BV[:, : self.vocab])
+            assert self.last_B is not None
+            logits_BV = self.reading.next(self.last_B[:, None])
+        allowed_BV = allowed(logits_BV, self.vocab, self.banned)
+        best = allowed_BV.max(-1)
+        require_finite(best.values)
+        last_B = best.indices if self.plain else self._choose(allowed_BV)
         self.last_B = last_B
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, last_B[:, None], True)
@@ -213,54 +204,33 @@ class _Batch:
         return _Step(ids, *_logprobs(logits_BV, last_B, self.asked))
 
     def _read(self) -> Tensor:
-        """The last states of all live rows, read from the beginning of what they may still see."""
-        self.cache = None  # before the new one is made: only one is in memory
+        """The scores of all live rows, read from the beginning of what they may still see."""
+        self.reading = None  # before the new one is made: only one is in memory
         self.rows = [row for row in self.rows if not row.done]
+        context = self.scorer.context
         for row in self.rows:
-            if len(row.ids) - row.start > self.context:  # it slides: without that it would be done
-                row.start = len(row.ids) - max(1, self.context // 2)
-        texts = [row.ids[row.start :] for row in self.rows]
-        device, longest = self.model.device, max(map(len, texts))
-        pads = [longest - len(text) for text in texts]
-        padded = [[0] * pad + text for pad, text in zip(pads, texts, strict=True)]
-        tokens_BT = torch.tensor(padded, device=device)
-        self.pads_B1 = torch.tensor(pads, device=device)[:, None] if any(pads) else None
+            if len(row.ids) - row.start > context:  # it slides: without that it would be done
+                row.start = len(row.ids) - max(1, context // 2)
         self._group()
         if any(row.request.sampling.penalises for row in self.rows):
+            device = self.scorer.device
             self.seen_BV = torch.zeros(len(self.rows), self.vocab, dtype=torch.bool, device=device)
             for index, row in enumerate(self.rows):
                 self.seen_BV[index, torch.tensor(row.ids, device=device)] = True
+        prompts = [Prompt(ids=tuple(row.ids[row.start :]), source=row.request.source) for row in self.rows]
         room = max(row.left for row in self.rows) - 1  # the last token is never read
-        self.cache = self.model.cache(len(self.rows), min(self.context, longest + room))
-        return self._forward(tokens_BT, self.cache)
-
-    def _advance(self, cache: Cache) -> Tensor:
-        assert self.last_B is not None
-        return self._forward(self.last_B[:, None], cache)
-
-    def _forward(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
-        """The states [B, D] of the last tokens; without padding the model takes its fast path."""
-        states: States
-        if self.pads_B1 is None:
-            states = self.model(tokens_BT, cache=cache)
-        else:
-            at_1S = torch.arange(cache.length + tokens_BT.shape[1], device=tokens_BT.device)[None]
-            positions_BT = (at_1S[:, cache.length :] - self.pads_B1).clamp(min=0)
-            states = self.model(tokens_BT, positions=positions_BT, padding=at_1S >= self.pads_B1, cache=cache)
-        return states.hidden[:, -1]
+        self.reading, logits_BV = self.scorer.open(prompts, room)
+        return logits_BV
 
     def _keep(self, live: list[int]) -> None:
-        assert self.cache is not None
+        assert self.reading is not None
         assert self.last_B is not None
-        index = torch.tensor(live, device=self.model.device)
-        self.cache.keep(index)
+        index = torch.tensor(live, device=self.scorer.device)
+        self.reading.keep(index)
         self.last_B = self.last_B[index]
         self.rows = [self.rows[row] for row in live]
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV[index]
-        if self.pads_B1 is not None:
-            pads_B1 = self.pads_B1[index]
-            self.pads_B1 = pads_B1 if bool(pads_B1.any()) else None
         self._group()
 
     def _group(self) -> None:
@@ -270,7 +240,7 @@ class _Batch:
         groups: dict[Sampling, list[int]] = {}
         for index, row in enumerate(self.rows):
             groups.setdefault(row.request.sampling, []).append(index)
-        device = self.model.device
+        device = self.scorer.device
         self.groups = [
             (sampling, rows, torch.tensor(rows, device=device) if len(groups) > 1 else None)
             for sampling, rows in groups.items()

@@ -8,7 +8,9 @@ from typing import Literal
 from trivium.errors import RequestError
 from trivium.generation.engine import Request, Token, stream
 from trivium.generation.sampling import Sampling
+from trivium.generation.scorer import Prompt, Scorer
 from trivium.models.transformer import Transformer
+from trivium.objectives.objective import PAD
 from trivium.text.stream import TextStream
 from trivium.text.tokenizer import Tokenizer
 
@@ -52,12 +54,15 @@ class Completion(str):
 
 
 class Transcript:
-    """The text of one row as its tokens arrive; it ends before the stop string that is complete first."""
+    """The text of one row as its tokens arrive; it ends before the stop string that is complete first.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    `after` are the ids that it continues: a space between two words may belong to either.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self.reason: Ending | Literal[""] = ""
         self._stop = tuple(stop)
-        self._decoder = TextStream(tokenizer)
+        self._decoder = TextStream(tokenizer, after=after)
         self._drawn: list[Token] = []
         self._before: list[int] = []  # characters of text before each token
         self._length = 0  # characters of text so far
@@ -117,8 +122,31 @@ def _beginning(text: str, stop: Sequence[str]) -> int:
     return next((size for size in sizes if any(word.startswith(text[-size:]) for word in stop)), 0)
 
 
+def prompt_of(scorer: Scorer, tokenizer: Tokenizer, text: str) -> Prompt:
+    """What a model reads of a text before it writes: the beginning of a document, or a source and <pad>.
+
+    A source ends in the END id, as it does in training; an empty prompt is a document that is about to begin.
+    """
+    ids = tokenizer.encode(text)
+    if scorer.family != "encoder-decoder":
+        return Prompt(ids=tuple(ids) or (tokenizer.end,))
+    if PAD not in tokenizer.specials:
+        raise RequestError(f"the tokenizer has no special token {PAD}, with which a decoder behind a source begins")
+    return Prompt(ids=(tokenizer.specials[PAD],), source=(*ids, tokenizer.end))
+
+
+def continued(tokenizer: Tokenizer, prompt: Prompt) -> Sequence[int]:
+    """The ids of the text that the new one follows on: none behind a source or at the beginning of a document."""
+    return () if prompt.source or prompt.ids == (tokenizer.end,) else prompt.ids
+
+
+def never(tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that are no text: padding. Sentinels may be written, a denoising model answers in them."""
+    return frozenset({tokenizer.specials[PAD]} if PAD in tokenizer.specials else ())
+
+
 def complete(
-    model: Transformer,
+    model: Transformer | Scorer,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
@@ -131,21 +159,27 @@ def complete(
     slide: bool = False,
     rows: int = 64,
 ) -> list[list[Completion]]:
-    """`n` samples for each prompt, decoded `rows` at a time; an empty prompt begins a new document."""
+    """`n` samples for each prompt (for an encoder-decoder: each source), decoded `rows` at a time."""
     if n < 1:
         raise RequestError(f"n: {n} is less than 1; ask for at least one sample")
     _check(stop)
-    requests = [
-        Request(ids=ids, tokens=tokens, sampling=sampling, seed=seed, sample=sample, logprobs=logprobs)
-        for ids in (_ids(tokenizer, prompt) for prompt in prompts)
-        for sample in range(n)
-    ]
-    transcripts = [Transcript(tokenizer, stop) for _ in requests]
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
+    read = [prompt_of(scorer, tokenizer, prompt) for prompt in prompts]
+    requests = [_request(prompt, tokens, sampling, seed, sample, logprobs) for prompt in read for sample in range(n)]
+    transcripts = [Transcript(tokenizer, stop, continued(tokenizer, prompt)) for prompt in read for _ in range(n)]
     # all are checked before the first is decoded; equal lengths together need no padding
-    order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
+    order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids + requests[index].source))
     chunks = [order[first : first + rows] for first in range(0, len(order), rows)]
+    banned = never(tokenizer)
     streams = [
-        stream(model, [requests[index] for index in chunk], end=tokenizer.end, slide=slide, vocab=tokenizer.size)
+        stream(
+            scorer,
+            [requests[index] for index in chunk],
+            end=tokenizer.end,
+            slide=slide,
+            vocab=tokenizer.size,
+            banned=banned,
+        )
         for chunk in chunks
     ]
     for chunk, decoding in zip(chunks, streams, strict=True):
@@ -161,7 +195,7 @@ def complete(
 
 
 def stream_text(
-    model: Transformer,
+    model: Transformer | Scorer,
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -174,10 +208,11 @@ def stream_text(
 ) -> Generator[str, None, Completion]:
     """The text of `complete` piece by piece, never half a character; the generator's return value is the whole."""
     _check(stop)
-    ids = _ids(tokenizer, prompt)
-    request = Request(ids=ids, tokens=tokens, sampling=sampling, seed=seed, logprobs=logprobs)
-    decoding = stream(model, [request], end=tokenizer.end, slide=slide, vocab=tokenizer.size)
-    transcript = Transcript(tokenizer, stop)
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
+    read = prompt_of(scorer, tokenizer, prompt)
+    request = _request(read, tokens, sampling, seed, 0, logprobs)
+    decoding = stream(scorer, [request], end=tokenizer.end, slide=slide, vocab=tokenizer.size, banned=never(tokenizer))
+    transcript = Transcript(tokenizer, stop, continued(tokenizer, read))
 
     # a second function, so that a bad request is refused when it is made and not at the first piece
     def pieces() -> Generator[str, None, Completion]:
@@ -195,8 +230,16 @@ def stream_text(
     return pieces()
 
 
-def _ids(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(prompt)) or (tokenizer.end,)
+def _request(prompt: Prompt, tokens: int, sampling: Sampling, seed: int, sample: int, logprobs: int) -> Request:
+    return Request(
+        ids=prompt.ids,
+        source=prompt.source,
+        tokens=tokens,
+        sampling=sampling,
+        seed=seed,
+        sample=sample,
+        logprobs=logprobs,
+    )
 
 
 def _check(stop: Sequence[str]) -> None:

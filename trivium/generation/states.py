@@ -1,0 +1,127 @@
+"""Whole texts as a model reads them without writing: framed, checked, in batches of about equal length."""
+
+# B texts, T tokens, D width
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trivium.errors import RequestError
+from trivium.generation.engine import evaluating
+from trivium.generation.scorer import right_padded
+from trivium.models.transformer import States, Transformer
+from trivium.objectives.masked import CLASS, SEPARATOR
+from trivium.text.tokenizer import Tokenizer
+
+
+class Frame(NamedTuple):
+    """What stands before and after the ids of a text."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """Some texts after the last layer: their numbers, their states [B, T, D], and which of the T are real [B, T]."""
+
+    texts: list[int]
+    hidden: Tensor
+    real: Tensor
+
+
+def frame_of(model: Transformer, tokenizer: Tokenizer) -> Frame:
+    """An encoder's text stands between [CLS] and [SEP] if its tokenizer has both; a source ends in the END id.
+
+    Whether an encoder was trained in frames is seen by its tokenizer: training extends it by what it needs.
+    """
+    if model.config.family == "encoder-decoder":
+        return Frame((), (tokenizer.end,))
+    specials = tokenizer.specials
+    if model.config.family == "encoder" and CLASS in specials and SEPARATOR in specials:
+        return Frame((specials[CLASS],), (specials[SEPARATOR],))
+    return Frame((), ())
+
+
+def framed(model: Transformer, frame: Frame, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ids as the model reads them, or a sentence that says which text it cannot read."""
+    result = []
+    for number, ids in enumerate(texts, start=1):
+        which = "the text" if len(texts) == 1 else f"text {number}"
+        if not ids:
+            raise RequestError(f"{which} is empty; give at least one character")
+        row = [*frame.before, *ids, *frame.after]
+        if len(row) > model.config.context:
+            raise RequestError(
+                f"{which} has {len(row)} tokens, the model reads at most {model.config.context}; shorten it"
+            )
+        if not 0 <= min(row) <= max(row) < model.config.vocab:
+            raise RequestError(f"{which} has ids outside the model's vocabulary of {model.config.vocab}")
+        result.append(row)
+    return result
+
+
+def read(model: Transformer, rows: Sequence[Sequence[int]], *, batch: int = 64) -> Iterator[Read]:
+    """The last states of every text, of an encoder-decoder those of its encoder; texts of like length together."""
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    for first in range(0, len(order), batch):
+        chunk = order[first : first + batch]
+        with evaluating(model), torch.inference_mode():
+            tokens_BT, real_BT = right_padded([rows[index] for index in chunk], model.device)
+            hidden_BTD = _states(model, tokens_BT, real_BT)
+        yield Read(chunk, hidden_BTD, torch.ones_like(tokens_BT, dtype=torch.bool) if real_BT is None else real_BT)
+
+
+def _states(model: Transformer, tokens_BT: Tensor, real_BT: Tensor | None) -> Tensor:
+    if model.config.family == "encoder-decoder":
+        return model.encode(tokens_BT, real_BT)
+    # behind a causal mask nobody sees the padding at the end
+    states: States = model(tokens_BT, padding=real_BT if model.config.family == "encoder" else None)
+    return states.hidden
+
+
+Ids = Tensor | Sequence[Sequence[int]] | Sequence[int]
+
+
+def logits_of(
+    model: Transformer, ids: Ids, target: Ids | None, *, segments: Ids | None, padding: Tensor | None
+) -> Tensor:
+    """The logits of a model for ids as they are, [B, T, V]; [T, V] for a single row."""
+    two = model.config.family == "encoder-decoder"
+    if two != (target is not None):
+        raise RequestError(
+            "an encoder-decoder needs a source and a target: m.logits(source, target)"
+            if two
+            else f"a model of the {model.config.family} family takes one row of ids and no target"
+        )
+    first = _tensor(model, ids)
+    tokens = first if target is None else _tensor(model, target)
+    if first.shape[:-1] != tokens.shape[:-1]:
+        raise RequestError(f"a source of shape {list(first.shape)} does not fit a target of {list(tokens.shape)}")
+    single = tokens.ndim == 1
+    inputs: dict[str, Tensor] = {"source": first} if two else {}
+    for name, given in (("segments", segments), ("source_padding" if two else "padding", padding)):
+        if given is not None:
+            inputs[name] = torch.as_tensor(given, device=model.device)
+            if inputs[name].shape != first.shape:
+                raise RequestError(f"{name}: its shape must be that of the ids, {list(first.shape)}")
+    inputs = {name: given[None] if single else given for name, given in inputs.items()}
+    with evaluating(model), torch.inference_mode():
+        hidden = model(tokens[None] if single else tokens, **inputs).hidden
+        result = model.head.logits(hidden)
+    return result[0] if single else result
+
+
+def _tensor(model: Transformer, ids: Ids) -> Tensor:
+    try:
+        tokens = torch.as_tensor(ids, device=model.device)
+    except (ValueError, TypeError):
+        raise RequestError("logits takes rows of ids that are equally long; pad them or ask one by one") from None
+    if not tokens.numel() or tokens.is_floating_point() or tokens.ndim > 2:
+        raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one")
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.config.vocab:
+        raise RequestError(f"an id is outside the model's vocabulary of {model.config.vocab}")
+    return tokens

@@ -1,0 +1,86 @@
+"""Texts in, the best texts out: beam search for translation and for continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from trivium.errors import RequestError
+from trivium.generation.beam import Beam, Found, Search, search
+from trivium.generation.scorer import Prompt, Scorer
+from trivium.generation.text import continued, never, prompt_of
+from trivium.models.transformer import Transformer
+from trivium.text.stream import TextStream
+from trivium.text.tokenizer import Tokenizer
+
+BEYOND = 50  # a translation has at most so many tokens more than its source (Vaswani)
+
+
+class Hypothesis(str):
+    """A text that beam search has found: a string that knows its ids, its log-probability and its score."""
+
+    ids: list[int]
+    logprob: float  # of all its tokens, the END included
+    score: float  # with the penalties for length and coverage: what it was ranked by
+    reason: Literal["end", "length", "context"]
+
+    def __new__(cls, text: str, found: Found) -> Hypothesis:
+        self = super().__new__(cls, text)
+        self.ids, self.logprob, self.score, self.reason = found
+        return self
+
+
+def search_texts(
+    model: Transformer | Scorer,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    beam: Beam,
+    tokens: int = 0,
+    rows: int = 0,
+    tick: Callable[[int, int], None] = lambda done, of: None,
+) -> list[list[Hypothesis]]:
+    """The `beam.n` best translations (of a decoder: continuations) of each text, best first.
+
+    `tokens` at most, 0 means 50 more than the source has; `rows` beams are decoded at a time, 0 means what suits the
+    device; `tick` hears how many texts are done.
+    """
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
+    prompts = [prompt_of(scorer, tokenizer, text) for text in texts]
+    _check(scorer, tokenizer, prompts)
+    searches = [Search(prompt=prompt, tokens=tokens or len(prompt.source) + BEYOND) for prompt in prompts]
+    rows = rows or (64 if scorer.device.type == "cpu" else 512)
+    together = max(1, rows // beam.beams)
+    found: dict[int, list[Found]] = {}
+    # equal lengths together need no padding, and end at about the same time
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids + prompts[index].source))
+    for first in range(0, len(order), together):
+        chunk = order[first : first + together]
+        best = search(
+            scorer,
+            [searches[index] for index in chunk],
+            beam,
+            end=tokenizer.end,
+            vocab=tokenizer.size,
+            banned=never(tokenizer),
+        )
+        found |= zip(chunk, best, strict=True)
+        tick(len(found), len(texts))
+    return [
+        [Hypothesis(_text(tokenizer, prompt, item.ids), item) for item in found[index]]
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _check(scorer: Scorer, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+    """All of them before the first is decoded, and of many by its number."""
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            scorer.check([prompt], min(tokenizer.size, scorer.vocab))
+        except RequestError as error:
+            raise RequestError(f"text {number}: {error}" if len(prompts) > 1 else str(error)) from None
+
+
+def _text(tokenizer: Tokenizer, prompt: Prompt, ids: Sequence[int]) -> str:
+    stream = TextStream(tokenizer, after=continued(tokenizer, prompt))
+    return "".join(map(stream.push, ids)) + stream.finish()
