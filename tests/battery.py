@@ -25,6 +25,7 @@ from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, arrange, build, load_weights, weights
 from trivium.objectives.causal import restarting
 from trivium.parts.attention import Attention, MultiHead, MultiHeadAttention
+from trivium.parts.boundary import SpanBoundary
 from trivium.parts.embeddings import Tokens
 from trivium.parts.feedforward import Activation, Glu, Mlp
 from trivium.parts.init import T5, FanIn, Gpt, Gpt2, Xavier
@@ -105,12 +106,18 @@ OUT_OF_PLACE: dict[str, tuple[tuple[Family, ...], str]] = {
     "parallel": (("encoder-decoder",), "nobody has published where a source would join a parallel block"),
     "sentence": (("decoder", "encoder-decoder"), "only an encoder's first state has read the whole text"),
     "tied": (("decoder", "encoder"), "a model with one side has no second input to tie"),
+    "shared": (("decoder", "encoder"), "a model with one side has no other stack to share with"),
+    "boundary": (("decoder", "encoder-decoder"), "what a decoder writes has no token to its right"),
 }
 
 
 def _model(family: Family, **places: Any) -> ModelConfig:
     """A small model of a family with these places of its blocks or of the model changed."""
-    top = {name: places.pop(name) for name in ("embedding", "output", "sentence", "init") if name in places}
+    top = {
+        name: places.pop(name)
+        for name in ("embedding", "output", "sentence", "boundary", "share", "init")
+        if name in places
+    }
     block: AnyBlock = places.pop("block") if "block" in places else Block(**places)
     side = Stack(layers=LAYERS, block=block)
     sides: dict[str, AnyStack] = {"encoder": NoStack(), "decoder": NoStack()}
@@ -209,6 +216,8 @@ def _parts() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "masked head untied", {"output": MaskedHead(norm=RMSNorm()), "embedding": Tokens(tie="none")}
     yield "sentence head", {"sentence": Pooler()}
     yield "sentence pooled only", {"sentence": Pooler(classes=0)}
+    yield "boundary head", {"boundary": SpanBoundary(rows=4, size=6)}
+    yield "shared stacks", {"share": "stacks", "position": Buckets()}
     yield from ((f"init {type(init).__name__}", {"init": init}) for init in (Gpt(), Gpt2(), FanIn(), Xavier(), T5()))
 
 
@@ -330,6 +339,10 @@ def check_gradients(case: Case) -> None:
     loss = model.head.nll(hidden_BTD.flatten(0, 1), tokens_BT[:, 1:].flatten()).sum()
     if model.sentence is not None:
         loss = loss + cast(Any, model.sentence).logits(hidden_BTD).square().sum()
+    if model.boundary is not None:
+        left, right = (side.flatten(0, 1) for side in (hidden_BTD[:, :-2], hidden_BTD[:, 2:]))
+        places = torch.arange(len(left)) % 4
+        loss = loss + cast(Any, model.boundary).nll(left, right, places, tokens_BT[:, 1:-2].flatten()).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"

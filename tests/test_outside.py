@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ class MaxoutNetwork(nn.Module):
         return result
 
 
-PARTS = [ScaleNorm, Maxout]
+PARTS: list[type[Any]] = [ScaleNorm, Maxout]
 
 
 def test_parts_from_outside_train_save_and_reopen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from trivium.checkpoints import bundle
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, RequestError
 from trivium.evaluation.likelihood import Score, score_text
+from trivium.evaluation.results import results
 from trivium.generation import embed as vectors
 from trivium.generation.beam import Beam
 from trivium.generation.embed import Neighbour, Pooling, neighbours
@@ -332,10 +333,14 @@ def train(
     overrides: Mapping[str, Any] | None = None,
     *,
     runs: str | Path = RUNS,
+    data_dir: str | Path | None = None,
     parts: Sequence[type[Any]] = (),
     quiet: bool = False,
 ) -> Run:
-    """Train from a recipe, its file, or (to go on) a run's folder; progress goes to standard error."""
+    """Train from a recipe, its file, or (to go on) a run's folder; progress goes to standard error.
+
+    The recipe's relative paths of data are below `data_dir`, or else below the current folder.
+    """
 
     def say(text: str) -> None:
         if not quiet:
@@ -345,6 +350,7 @@ def train(
         source if isinstance(source, Recipe) else Path(source),
         settings.overrides(overrides or {}),
         runs=Path(runs),
+        data_dir=None if data_dir is None else Path(data_dir),
         parts=parts,
         say=say,
         tick=lambda what, at, of: None,
@@ -375,6 +381,7 @@ def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, An
         "step": steps[-1] if steps else 0,
         "best": run.best,
         "test": tests[-1] if tests else None,
+        "results": results(path),
         "notes": card.get("notes", {}),
     }
 

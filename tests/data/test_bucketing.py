@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.test_packing import END, stream
-from trivium.data.bucketing import SOURCE, TARGET, Buckets, Pairs, balanced, cuts
-from trivium.data.loader import share
+from trivium.data.bucketing import SOURCE, TARGET, Buckets, Pairs, at_once, balanced, cuts
+from trivium.data.loader import Order, share
 from trivium.errors import ConfigError, DataError
 
 Sizes = npt.NDArray[np.int64]
@@ -62,9 +62,10 @@ def test_a_pair_that_is_not_there_is_refused() -> None:
 
 def test_starts_that_make_no_sense_are_refused() -> None:
     whole = stream([[1], [2, 3]])
-    broken = type(whole)(ids=whole.ids, starts=np.array([2, 1], np.int64), text_bytes=0)
-    with pytest.raises(DataError, match="a side without a token; build the shards again"):
-        Pairs(broken, 8)
+    for starts in ([2, 1], [0, 2, 4], [0, 1]):
+        broken = type(whole)(ids=whole.ids, starts=np.array(starts, np.int64), text_bytes=0)
+        with pytest.raises(DataError, match="a side without a token; build the shards again"):
+            Pairs(broken, 8)
 
 
 def padded(sizes: Sizes, rows: npt.NDArray[np.int64], align: int) -> int:
@@ -155,10 +156,21 @@ def test_portions_keep_to_a_smaller_budget_and_to_the_order() -> None:
     buckets = Buckets(sizes, 600, 3)
     for cursor in range(len(buckets)):
         rows = buckets.batch(cursor)
-        parts = share(rows, rank=0, world=1, micro=buckets.at_once(rows, 150))
+        parts = share(rows, rank=0, world=1, micro=at_once(buckets, rows, 150))
         assert np.concatenate(parts).tolist() == rows.tolist()
         assert all(padded(sizes, part, 1) <= 150 for part in parts)
-    assert buckets.at_once(np.array([0]), 1) == 1
+    assert at_once(buckets, np.array([0]), 1) == 1
+    assert at_once(Order(300, 10, 0), np.arange(10), 7) == 7  # rows of text are counted, not measured
+
+
+def test_the_cursor_moves_by_the_size_that_it_is_given() -> None:
+    """As a run that goes back reckons: `size` for every batch, and nothing between two of them."""
+    sizes = np.random.default_rng(1).integers(2, 40, (300, 2))
+    one, many = Buckets(sizes, 600, 3), Buckets(sizes, 600, 3, size=32)
+    assert (one.size, many.size) == (1, 32)
+    for cursor in range(2 * len(one)):
+        for within in (0, 1, 31):
+            assert one.batch(cursor).tolist() == many.batch(32 * cursor + within).tolist()
 
 
 def test_what_cannot_be_batched_is_refused_in_a_sentence() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trivium.errors import RequestError
-from trivium.evaluation.likelihood import Score, score_ids, score_text, windows
-from trivium.models.config import Block, ModelConfig, NoStack, Stack
+from trivium.evaluation.likelihood import Score, score_ids, score_many, score_text, score_texts, windows
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.transformer import Transformer, build
 from trivium.parts.positions import Learned, Position, Rotary
 from trivium.text.kinds import Bytes
@@ -62,9 +65,17 @@ def test_the_worked_numbers_of_the_spec() -> None:
     assert slide.perplexity == pytest.approx(3.464102, abs=5e-7) == pytest.approx(math.sqrt(12))
 
 
+def test_bits_per_character_count_characters_and_not_bytes() -> None:
+    score = Score(nll=8 * math.log(2), tokens=3, bytes=8, words=1, characters=4)
+    assert score.bits_per_byte == pytest.approx(1.0)
+    assert score.bits_per_character == pytest.approx(2.0)
+    assert score.mean == pytest.approx(math.log(score.perplexity))
+
+
 def test_a_score_without_units_is_not_a_number_and_a_hopeless_one_is_infinite() -> None:
     nothing = Score(nll=1.0, tokens=0, bytes=0, words=0)
     assert all(map(math.isnan, (nothing.perplexity, nothing.bits_per_byte, nothing.word_perplexity)))
+    assert all(map(math.isnan, (nothing.bits_per_character, nothing.mean)))
     assert Score(nll=1e6, tokens=1, bytes=1, words=1).perplexity == math.inf
 
 
@@ -109,6 +120,51 @@ def test_no_stride_means_disjoint_windows_and_a_tensor_will_do() -> None:
     assert nll.shape == (21,)
     torch.testing.assert_close(nll, score_ids(MODELS["learned"], ids, end=END, batch=1))
     assert score_ids(MODELS["learned"], [], end=END).shape == (0,)
+
+
+@given(st.lists(st.integers(0, 25), max_size=5), st.integers(1, 8), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_several_texts_share_passes_and_score_as_each_by_itself(lengths: list[int], stride: int, batch: int) -> None:
+    texts = [random_ids(length) for length in lengths]
+    found = score_many(MODELS["rotary"], texts, end=END, stride=stride, batch=batch)
+    assert [len(nll) for nll in found] == lengths
+    for ids, nll in zip(texts, found, strict=True):
+        torch.testing.assert_close(nll, score_ids(MODELS["rotary"], ids, end=END, stride=stride), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<i8"])
+def test_a_memory_mapped_text_scores_as_a_list(dtype: str, tmp_path: Path) -> None:
+    ids = random_ids(50)
+    np.array(ids, dtype).tofile(tmp_path / "ids.bin")
+    mapped = np.memmap(tmp_path / "ids.bin", dtype, mode="r")
+    assert score_ids(MODELS["rotary"], mapped, end=END, stride=5).equal(
+        score_ids(MODELS["rotary"], ids, end=END, stride=5)
+    )
+
+
+def test_bfloat16_is_near_and_not_the_default() -> None:
+    model, ids = MODELS["rotary"], random_ids(40)
+    exact, rough = score_ids(model, ids, end=END), score_ids(model, ids, end=END, precision="bf16")
+    assert exact.equal(score_ids(model, ids, end=END, precision="fp32"))
+    assert not rough.equal(exact)
+    assert float((rough - exact).abs().mean()) < 0.05 * float(exact.mean())
+    assert rough.dtype == torch.float32
+
+
+def test_progress_counts_windows_to_the_end() -> None:
+    heard: list[tuple[int, int]] = []
+    score_ids(MODELS["rotary"], random_ids(40), end=END, batch=2, tick=lambda *at: heard.append(at))
+    assert heard == [(2, 5), (4, 5), (5, 5)]
+
+
+def test_documents_are_scored_together_and_begin_each_anew() -> None:
+    tokenizer, model, texts = Bytes().build([]), MODELS["rotary"], ["où est", "le café", ""]
+    both = score_texts(model, tokenizer, texts)
+    alone = [score_text(model, tokenizer, text) for text in texts[:2]]
+    assert both.nll == pytest.approx(sum(score.nll for score in alone), rel=1e-6)
+    units = ("tokens", "bytes", "words", "characters")
+    assert [getattr(both, unit) for unit in units] == [sum(getattr(one, unit) for one in alone) for unit in units]
+    assert both.characters == 13
 
 
 def test_the_units_of_a_text_are_its_tokens_bytes_and_words() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from trivium.config import load, write
 from trivium.errors import ConfigError
-from trivium.models.config import Block, ModelConfig, NoStack, Stack
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.transformer import build, with_vocab
 from trivium.parts.attention import MultiHead
 from trivium.parts.embeddings import Tokens

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.objectives.samples import letters, octets, random_rows, rows, scripted, tiny
+from tests.objectives.samples import letters, octets, part, random_rows, rows, scripted, tiny
 from trivium.data.batch import Batch
+from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
 from trivium.models.transformer import build
 from trivium.objectives.hiding import CLASS, MASK, PADDING, SEPARATOR
@@ -232,10 +233,47 @@ def test_a_copying_model_learns_the_kept_tokens_and_nothing_about_the_masked_one
     assert right[masked].float().mean().item() == pytest.approx(1 / 8, abs=5 * error)
 
 
-def test_the_same_row_gets_another_mask_in_another_epoch() -> None:
+def masks(task: MaskedTask, given: RowBatch, seeds: Iterable[int]) -> list[bytes]:
+    """The first row of the batch, as it is under each of these seeds."""
+    batches = [task.inputs(given, np.random.default_rng(seed)) for seed in seeds]
+    return [batch.inputs["tokens"][0].numpy().tobytes() for batch in batches]
+
+
+def test_dynamic_masks_are_new_in_every_epoch_and_the_same_after_a_restart() -> None:
+    """RoBERTa: the seed of a step stands for (seed, epoch, index)."""
     task, given = bound(64), random_rows(1, 64, 256)
-    flags = [chosen(task.inputs(given, np.random.default_rng(step))) for step in range(20)]
-    assert len({flag.tobytes() for flag in flags}) == 20
+    served = masks(task, given, range(20))
+    assert len(set(served)) == 20
+    assert masks(task, given, range(20)) == served
+
+
+def test_static_masks_come_back() -> None:
+    """BERT: the text was masked ten times before training began."""
+    task, given = bound(64, copies=10), random_rows(8, 64, 256)
+    served = [masks(task, part(given, [row]), range(300)) for row in range(8)]
+    assert all(len(set(seen)) == 10 for seen in served)
+    once = [masks(bound(64, copies=1), part(given, [row]), range(5)) for row in range(8)]
+    assert all(len(set(seen)) == 1 for seen in once)
+    assert all(set(seen) <= set(more) for seen, more in zip(once, served, strict=True))  # the first copy
+
+
+def test_a_static_mask_depends_on_the_number_of_its_row_alone() -> None:
+    task, given = bound(64, copies=1), random_rows(8, 64, 256)
+    alone = [masks(task, part(given, [row]), [0])[0] for row in range(8)]
+    for order in ([3, 1], [3, 7, 0, 5]):
+        assert masks(task, part(given, order), [99])[0] == alone[3]
+    together = task.inputs(given, np.random.default_rng(99)).inputs["tokens"].numpy()
+    assert [row.tobytes() for row in together] == alone
+    text = part(given, [0, 0])  # the same text under two numbers
+    flags = chosen(task.inputs(text._replace(numbers=np.array([0, 1])), np.random.default_rng(0)))
+    assert (flags[0] != flags[1]).any()
+
+
+def test_static_copies_are_served_equally_often() -> None:
+    task, given = bound(64, copies=4), random_rows(1, 64, 256)
+    served = masks(task, given, range(2000))
+    counts = [served.count(mask) for mask in set(served)]
+    assert counts == pytest.approx([500] * 4, abs=5 * (2000 * 0.25 * 0.75) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +285,7 @@ def test_the_same_row_gets_another_mask_in_another_epoch() -> None:
         ({"mask": -0.1}, "mask: -0.1 and random"),
         ({"random": -0.1}, "random: -0.1 is not in"),
         ({"max_predictions": -1}, "max_predictions: -1 is less than 0"),
+        ({"copies": -1}, "copies: -1 is less than 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:

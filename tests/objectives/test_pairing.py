@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.objectives.samples import cut_rows, letters, octets, scripted, stream, tiny
+from tests.objectives.samples import letters, octets, scripted, stream, tiny
 from trivium.data.batch import Batch
 from trivium.data.packing import Rows
 from trivium.errors import ConfigError, DataError
@@ -48,7 +48,7 @@ def unmasked(batch: Batch) -> list[list[int]]:
     where, labels = batch.targets["where"], batch.targets["labels"]
     real = labels != IGNORED
     tokens = batch.inputs["tokens"].flatten().index_put((where[real],), labels[real])
-    return tokens.view_as(batch.inputs["tokens"]).tolist()  # type: ignore[no-any-return]
+    return tokens.view_as(batch.inputs["tokens"]).tolist()
 
 
 def test_the_format_is_that_of_the_paper() -> None:
@@ -143,10 +143,9 @@ def test_what_follows_follows_at_once_unless_it_was_shortened() -> None:
 
 def test_half_of_the_pairs_follow_and_a_tenth_is_short(count: Callable[[int, int], int]) -> None:
     task, number = bound(67), count(4000, 40_000)
-    rows = cut_rows(40, task.length, 200)
-    several = rows.numbers[np.arange(number) % 40]
-    text = stream([[7] * 5000, [8] * 5000])  # every window is within one document, but for the one at the border
-    batch = task.inputs(Rows(text, task.length).take(several % 70), np.random.default_rng(0))
+    text = stream([[7] * 5000, [8] * 5000])
+    within = np.arange(number) % 70  # windows of one document
+    batch = task.inputs(Rows(text, task.length).take(within), np.random.default_rng(0))
     error = 5 * (0.25 / number) ** 0.5
     assert batch.targets["classes"].float().mean().item() == pytest.approx(0.5, abs=error)
     lengths = batch.inputs["padding"].sum(1)
@@ -186,6 +185,15 @@ def test_a_text_of_one_document_is_refused_in_a_sentence() -> None:
     rows = Rows(stream([list(range(50))]), task.length).take(np.arange(4))
     with pytest.raises(DataError, match=r"objective.frame: .* needs at least two documents .*set frame=bert"):
         task.inputs(rows, np.random.default_rng(0))
+
+
+def test_a_document_of_one_token_is_passed_over_where_there_is_more() -> None:
+    text = stream([[1], [2, 3, 4, 5], [6], [7, 8, 9]], end=99)
+    window = Span(0, 9)  # END 1 END 2 3 4 5 END 6
+    for which in np.linspace(0, 0.99, 20):
+        first, second, kind = pair(text, window, 9, drawn(9, which=which))
+        assert text.ids[first.start : second.stop].tolist() == [2, 3, 4, 5]
+        assert kind == FOLLOWS
 
 
 def test_windows_without_two_tokens_in_a_row_are_still_pairs() -> None:
@@ -235,7 +243,7 @@ def learned(documents: list[list[int]]) -> float:
     config = tiny("encoder", 16, tokenizer.size, **PLACES)
     task, model, rng = objective.bind(tokenizer, config), build(config, seed=0), np.random.default_rng(0)
     rows = Rows(stream(documents, end=tokenizer.end), task.length)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=True)
     for _ in range(250):
         batch = task.inputs(rows.take(rng.integers(0, len(rows), 32)), rng)
         states = model(**batch.inputs)

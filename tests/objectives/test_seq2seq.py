@@ -170,29 +170,6 @@ def test_a_padded_batch_has_the_losses_of_its_pairs_one_by_one(align: int) -> No
     assert alone[0].tolist() != pytest.approx(alone[1].tolist(), rel=1e-3)
 
 
-def test_a_model_learns_from_pairs_what_it_cannot_know_without_the_source() -> None:
-    """The target is the source backwards: without it a letter costs log 4; with it, nothing."""
-    torch.manual_seed(0)
-    options = Seq2Seq()
-    known = letters(options, 4)
-    bound = options.bind(known, tiny("encoder-decoder", 16, known.size))
-    model = build(tiny("encoder-decoder", 16, known.size), seed=1)
-    rng = np.random.default_rng(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    score = math.inf
-    for _ in range(120):
-        texts = [text.tolist() for text in rng.integers(1, 5, (32, 3))]
-        given_ids = stream([side for text in texts for side in (text, text[::-1])])
-        given_ids.ids[given_ids.ids == END] = known.end
-        batch = bound.inputs(Pairs(given_ids, 16).take(np.arange(32)), rng)
-        states = model(**batch.inputs)
-        score = bound.score(model.head, states, batch.targets).item() / batch.count
-        (bound.loss(model.head, states, batch.targets) / batch.count).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    assert score < 0.5 * math.log(4) * 3 / 4
-
-
 def test_what_cannot_be_is_refused_in_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"smoothing: 1\.0 is not in \[0, 1\); try 0\.1"):
         Seq2Seq(smoothing=1.0)

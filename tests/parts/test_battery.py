@@ -21,6 +21,7 @@ from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer
 from trivium.parts.attention import ATTENTIONS
+from trivium.parts.boundary import BOUNDARIES
 from trivium.parts.embeddings import EMBEDDINGS
 from trivium.parts.feedforward import ACTIVATIONS, FEEDFORWARDS
 from trivium.parts.init import INITS, Gpt
@@ -167,6 +168,7 @@ def used(table: Mapping[str, type[Any]], place: str) -> set[str]:
         ("embedding", EMBEDDINGS),
         ("output", OUTPUTS),
         ("sentence", SENTENCES),
+        ("boundary", BOUNDARIES),
         ("init", INITS),
     ],
 )

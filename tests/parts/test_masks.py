@@ -36,6 +36,15 @@ def test_padding_hides_keys_and_combines_with_the_rest() -> None:
     assert rows(Mask(causal=True, padding=padding, documents=documents), 4, 4) == ["0000", "0100", "0010", "0011"]
 
 
+def test_a_target_sees_the_source_of_its_own_number() -> None:
+    sources, targets = torch.tensor([[1, 1, 2, 2, 2, 0]]), torch.tensor([[1, 2, 2, 0]])
+    mask = Mask(documents=sources, asking=targets)
+    assert rows(mask, 4, 6) == ["110000", "001110", "001110", "000000"]
+    assert rows(mask, 2, 6) == ["001110", "000000"]  # the last two of four
+    real = torch.tensor([[True, False, True, True, False, False]])
+    assert rows(Mask(documents=sources, asking=targets, padding=real), 4, 6)[:2] == ["100000", "001100"]
+
+
 def test_the_cheapest_form_is_chosen() -> None:
     assert Mask().resolve(3, 5, CPU) == Resolved(None, False)
     assert Mask(causal=True).resolve(4, 4, CPU) == Resolved(None, True)

@@ -198,3 +198,21 @@ def test_the_sentence_head_is_berts_pooler_and_its_next_sentence_scores() -> Non
         torch.testing.assert_close(part.logits(hidden), pooled @ part.classify.weight.mT + part.classify.bias)
     assert Pooler().cost(SITE).parameters == 6 * 6 + 6 + 6 * 2 + 2
     assert Pooler(classes=0).cost(SITE).parameters == 6 * 6 + 6
+
+
+@pytest.mark.parametrize("number", [5, 1300])  # in one piece, and in chunks of 512 rows
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
+def test_smoothing_spreads_a_share_of_each_label_evenly(number: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(number)
+    output = cast(SoftmaxOutput, Softmax().build(Site(width=8, context=8, vocab=8192), None))
+    nn.init.normal_(output.project.weight, generator=generator)
+    hidden = torch.randn(number, 8, generator=generator)
+    labels = torch.randint(8192, (number,), generator=generator)
+    labels[::4] = IGNORED
+    with torch.no_grad():
+        found = output.nll(hidden, labels, smoothing=share)
+        logprobs = (hidden.double() @ output.project.weight.double().mT).log_softmax(-1)
+    picked = logprobs.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    expected = -(1 - share) * picked - share * logprobs.mean(-1)
+    torch.testing.assert_close(found.double(), expected.masked_fill(labels == IGNORED, 0.0), rtol=1e-5, atol=1e-5)
+    assert not found[::4].any()

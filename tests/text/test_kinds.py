@@ -15,7 +15,7 @@ import pytest
 
 import trivium.text.kinds
 from trivium.errors import ConfigError, DataError
-from trivium.text.kinds import TOKENIZERS, Bpe, Bytes, Chars, EndOfWordBpe, File, Unigram, WordPiece
+from trivium.text.kinds import TOKENIZERS, Bpe, Bytes, Chars, EndOfWordBpe, File, Unigram, WordPiece, Words
 from trivium.text.library import END, UNKNOWN
 
 
@@ -27,6 +27,7 @@ def test_the_table_names_every_kind_and_each_has_defaults() -> None:
         "word-bpe": EndOfWordBpe(size=4096, min_count=2, symbol="separate", tie="pairs"),
         "wordpiece": WordPiece(size=4096, min_count=2, case="lower", score="frequency", longest=100),
         "unigram": Unigram(size=4096, normal="nfkc", fallback="none"),
+        "words": Words(min_count=1),
         "file": File(path=""),
     }
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trivium.cli import use
+from trivium.cli import evaluate, use
 from trivium.cli.printing import Json, bits, cell, print_json, print_table, standard_input
 from trivium.cli.text import data_app, tokenizer_app
 from trivium.errors import ConfigError, Interrupted, TriviumError, UserError
@@ -50,6 +50,9 @@ def train(
     source: Annotated[Path, typer.Argument(help="A recipe (TOML), or a run's folder to go on with.")],
     settings: Settings = None,
     runs: Runs = RUNS,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the recipe's data lies, if not in the current folder.")
+    ] = None,
 ) -> None:
     """Train a model from a recipe, or go on with a run exactly where it stopped."""
     from trivium import config
@@ -58,7 +61,7 @@ def train(
 
     layer = config.assignments(settings or [])
     with watcher() as watch:
-        session = open_run(source, layer, runs=runs, say=watch.say, tick=watch.tick)
+        session = open_run(source, layer, runs=runs, data_dir=data_dir, say=watch.say, tick=watch.tick)
         for event in session.events():
             watch.event(event)
     typer.echo(f"{session.folder}: the model and report.html are there", err=True)
@@ -139,6 +142,7 @@ def _sample(sample: Any) -> dict[str, Any]:
 app.command()(use.fill)
 app.command()(use.translate)
 app.command()(use.embed)
+app.command("eval")(evaluate.evaluate)
 
 
 @app.command()
@@ -228,6 +232,8 @@ def show(run: Annotated[Path, typer.Argument(help="A run's folder or a saved mod
         "test": bits(facts["test"]),
         "report": str(Path(facts["path"]) / "report.html"),
     }
+    for found in facts["results"]:
+        lines[f"{found['name']} {found['split']}"] = f"{found['metric']} {cell(found['score'])}"
     for name, value in lines.items():
         if value:
             typer.echo(f"{name:<16} {value}")

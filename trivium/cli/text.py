@@ -12,7 +12,7 @@ from trivium.errors import RequestError, UserError
 
 data_app = typer.Typer(help="Turn text into shards, and see exactly what a model will see.", no_args_is_help=True)
 # not read from the table itself: that would import the library just to print help
-KINDS = "chars, bytes, bpe, word-bpe, wordpiece or unigram"
+KINDS = "chars, bytes, bpe, word-bpe, wordpiece, unigram or words"
 Given = Annotated[list[str] | None, typer.Option("--set", help="A setting of the kind, as case=keep; repeatable.")]
 tokenizer_app = typer.Typer(help="Train tokenizers and look at them.", no_args_is_help=True)
 

@@ -10,8 +10,8 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
-from trivium.data.loader import Order, RowNumbers
-from trivium.data.packing import RowBatch
+from trivium.data.loader import Order, Ordering, RowNumbers
+from trivium.data.packing import RowBatch, Rows
 from trivium.data.shards import Stream
 from trivium.errors import ConfigError, DataError
 from trivium.parts.output import IGNORED
@@ -29,9 +29,10 @@ class Pairs:
 
     def __init__(self, stream: Stream, length: int) -> None:
         ends = np.append(stream.starts[1:], len(stream) - 1)[: len(stream.starts)]
-        sizes_N2 = (ends - stream.starts).reshape(-1, 2).astype(np.int64)
-        if len(sizes_N2) and sizes_N2.min() < 2:
+        sizes = (ends - stream.starts).astype(np.int64)
+        if len(sizes) % 2 or sizes.min(initial=2) < 2:
             raise DataError("the pairs have a side without a token; build the shards again")
+        sizes_N2 = sizes.reshape(-1, 2)
         fits_N = (sizes_N2 <= length).all(axis=1)
         self.stream = stream
         self.length = length
@@ -67,20 +68,24 @@ class Pairs:
         )
 
 
+Examples = Rows | Pairs
+
+
 class Buckets:
-    """Each epoch is all pairs in batches of similar lengths, an Ordering whose cursor counts batches.
+    """Each epoch is all pairs in batches of similar lengths, an Ordering whose cursor counts `size` for every batch.
 
     A batch holds at most `tokens` padded tokens of its longer side. Which pairs of one length share a batch and the
     order of the batches depend on (seed, epoch) alone; where the batches are cut depends on the lengths alone, so
     every epoch has equally many. `align` is what lengths are rounded up to a multiple of.
     """
 
-    size = 1  # a batch moves the cursor by one, however many pairs it has
-
-    def __init__(self, sizes: Sizes, tokens: int, seed: int, *, align: int = 1) -> None:
+    def __init__(self, sizes: Sizes, tokens: int, seed: int, *, size: int = 1, align: int = 1) -> None:
         if not len(sizes):
             raise DataError("data: there is no pair to learn from; name more pairs or raise model.context")
         self.sizes = sizes
+        self.align = align
+        # How far a batch moves the cursor, however many pairs it has: a run that goes back reckons with equal steps.
+        self.size = size
         self._widths_N2 = -(-sizes // align) * align
         self._longest_N = self._widths_N2.max(axis=1)
         most = int(self._longest_N.max())
@@ -104,13 +109,19 @@ class Buckets:
         return 1 - int(self.sizes.sum()) / int((widest_M2.sum(axis=1) * np.diff(self._bounds)).sum())
 
     def batch(self, cursor: int) -> RowNumbers:
-        """The pairs of the batch behind `cursor` others."""
-        number = int(self._batches.batch(cursor)[0])
-        return self._arranged(cursor // len(self))[self._bounds[number] : self._bounds[number + 1]]
+        """The pairs of the batch at `cursor`; all positions inside a batch are its own."""
+        before = cursor // self.size
+        number = int(self._batches.batch(before)[0])
+        return self._arranged(before // len(self))[self._bounds[number] : self._bounds[number + 1]]
 
-    def at_once(self, rows: RowNumbers, micro: int) -> int:
-        """How many of these pairs have at most `micro` padded tokens together; never less than one."""
-        return max(1, micro // int(self._longest_N[rows].max()))
+    def like(self, sizes: Sizes, tokens: int) -> Buckets:
+        """Batches of other pairs, always in the same order, of at most `tokens` or the longest pair."""
+        longest = -(-int(sizes.max(initial=0)) // self.align) * self.align
+        return Buckets(sizes, max(tokens, longest), 0, align=self.align)
+
+    def longest(self, rows: RowNumbers) -> int:
+        """How many tokens each of these pairs takes, padding too."""
+        return int(self._longest_N[rows].max())
 
     def _arranged(self, epoch: int) -> RowNumbers:
         if epoch != self._epoch:
@@ -119,6 +130,11 @@ class Buckets:
             self._arranged_N = shuffled_N[np.argsort(self._place_N[shuffled_N], kind="stable")]
             self._epoch = epoch
         return self._arranged_N
+
+
+def at_once(order: Ordering, rows: RowNumbers, micro: int) -> int:
+    """How many rows of a batch go through the device at a time if it holds `micro` rows, or tokens of pairs."""
+    return max(1, micro // order.longest(rows)) if isinstance(order, Buckets) else micro
 
 
 def _places(widths_N2: Sizes, align: int) -> Sizes:

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from trivium.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Which text a run reads and how it falls into documents and a validation part."""
+    """Which text, or which pairs of sentences, a run reads, and what of it is kept for validation."""
 
     # Text files, .gz, .xz, .jsonl (also compressed), folders of them, or one folder of built shards.
     paths: tuple[str, ...] = ()
     # The share of each path in every stretch of training, whatever its size; () means all text as one.
     weights: tuple[float, ...] = ()
-    # A fraction of the documents, or the path of a text that is kept for validation.
+    # A fraction of the documents (of the different source sentences), or the path of a text kept for validation.
     valid: float | str = 0.01
     # Documents inside a file are split here; a form feed splits always.
     separator: str = ""
     # The key of a JSON line that holds the text.
     field: str = "text"
+    # Pairs instead of text: two files with a sentence on each line, of which those with one number belong together;
+    source: str = ""
+    target: str = ""
+    # or one file with tabs, and which of its columns (the first is 0) are source and target.
+    pairs: str = ""
+    columns: tuple[int, int] = (0, 1)
+    # Two more such files, kept for validation, instead of a fraction; with `pairs` it is `valid` that names one.
+    valid_source: str = ""
+    valid_target: str = ""
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
@@ -35,3 +46,40 @@ class DataConfig:
                 raise ConfigError("valid: names no path; give a path or a fraction such as 0.01")
         elif not 0 <= self.valid < 1:
             raise ConfigError(f"valid: {self.valid} is not a fraction from 0 up to 1; try 0.01, or name a path")
+        self._check_pairs()
+
+    @property
+    def paired(self) -> bool:
+        """Whether it names pairs and not text."""
+        return bool(self.source or self.pairs)
+
+    def below(self, folder: Path) -> DataConfig:
+        """The same with relative paths taken from `folder`: absolute ones are found when a run goes on elsewhere."""
+
+        def found(path: str) -> str:
+            return str((folder / path).absolute()) if path else ""
+
+        names = ("source", "target", "pairs", "valid_source", "valid_target")
+        changes: dict[str, Any] = {name: found(getattr(self, name)) for name in names}
+        valid = found(self.valid) if isinstance(self.valid, str) else self.valid
+        return replace(self, paths=tuple(map(found, self.paths)), valid=valid, **changes)
+
+    def _check_pairs(self) -> None:
+        for one, other in (("source", "target"), ("target", "source")):
+            if getattr(self, one) and not getattr(self, other):
+                raise ConfigError(f"{other}: data.{one} is one side of pairs; name the file of the other side")
+            if getattr(self, f"valid_{one}") and not getattr(self, f"valid_{other}"):
+                raise ConfigError(f"valid_{other}: data.valid_{one} is one side of pairs; name the other side too")
+        if self.source and self.pairs:
+            raise ConfigError(
+                "pairs: the pairs come from data.source and data.target, or from data.pairs; leave one out"
+            )
+        if self.paired and (self.paths or self.weights):
+            name = "paths" if self.paths else "weights"
+            raise ConfigError(f"{name}: a run reads text or pairs, not both; leave out data.{name}, or the pairs")
+        if self.valid_source and not self.source:
+            raise ConfigError("valid_source: it stands beside data.source; with data.pairs name a file in data.valid")
+        if self.source and isinstance(self.valid, str):
+            raise ConfigError("valid: pairs from two files are validated by two; set data.valid_source and _target")
+        if len(self.columns) != 2 or min(self.columns) < 0 or self.columns[0] == self.columns[1]:
+            raise ConfigError(f"columns: {list(self.columns)} are not two columns, counted from 0; try [0, 1]")

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from trivium.data.batch import Batch
+from trivium.data.bucketing import Pairs
 from trivium.data.packing import RowBatch, Rows
+from trivium.data.pairs import paired
 from trivium.data.shards import Shards, Stream
 from trivium.data.writing import Split
 from trivium.errors import DataError
@@ -71,7 +73,7 @@ def preview(
     inputs: Callable[[RowBatch], Batch] = packed,
 ) -> list[Cell]:
     """Row number `row` of a split, position by position; `inputs` is what an objective makes of it."""
-    rows = Rows(shards.train if split == "train" else shards.valid, length)
+    rows = (Pairs if paired(shards) else Rows)(shards.train if split == "train" else shards.valid, length)
     if not 0 <= row < len(rows):
         have = f"it has rows 0 to {len(rows) - 1}" if len(rows) else "it is empty"
         raise DataError(f"the {split} text has no row {row} at a context of {length}; {have}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import hashlib
 import io
@@ -94,23 +95,28 @@ def pieces(
     piece may end anywhere; without it a run of 16 pieces that offers no place to cut is cut all the same.
     """
     for path in files(paths):
-        counted = _Counted(path, read)
         spoken = False
-        try:
-            with counted, _decompressed(counted, path) as stream:
-                runs = _lines(stream, path, field) if _is_lines(path) else _split(_text(stream, path), separator)
-                for text, first, last in _cut(runs, size, exact_cut):
-                    spoken = spoken or not text.isspace()
-                    yield Piece(text, first, last, path)
-                counted.drain()
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise DataError(f"{path} is a damaged {path.suffix} file ({error}); compress or copy it again") from None
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-        if not spoken:
-            raise DataError(f"{path} is empty: it holds no text; remove it or name another file")
-        if done is not None:
-            done(counted.source())
+        with _opened(path, read, done) as stream:
+            runs = _lines(stream, path, field) if _is_lines(path) else _split(_text(stream, path), separator)
+            for text, first, last in _cut(runs, size, exact_cut):
+                spoken = spoken or not text.isspace()
+                yield Piece(text, first, last, path)
+            if not spoken:
+                raise DataError(f"{path} is empty: it holds no text; remove it or name another file")
+
+
+def lines(path: Path, *, read: Callable[[int], None], done: Callable[[Source], None] | None = None) -> Iterator[str]:
+    """The lines of a file; only a newline ends one, whatever else ends lines in Unicode."""
+    offset = 0
+    with _opened(path, read, done) as stream:
+        for number in itertools.count(1):
+            line = stream.readline(_LINE + 1)
+            if not line:
+                return
+            if len(line) > _LINE:
+                raise DataError(f"{path}, line {number} is longer than {_LINE >> 20} MiB; put one sentence on each")
+            yield _decoded(line, path, number, offset).removesuffix("\n")
+            offset += len(line)
 
 
 def texts(config: DataConfig, *, read: Callable[[int], None]) -> Iterator[str]:
@@ -190,6 +196,22 @@ class _Counted(io.RawIOBase):
         super().close()
 
 
+@contextlib.contextmanager
+def _opened(path: Path, read: Callable[[int], None], done: Callable[[Source], None] | None) -> Iterator[IO[bytes]]:
+    """A file's bytes, decompressed; `done` is told of it once it was read to its end."""
+    counted = _Counted(path, read)
+    try:
+        with counted, _decompressed(counted, path) as stream:
+            yield stream
+            counted.drain()
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is a damaged {path.suffix} file ({error}); compress or copy it again") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    if done is not None:
+        done(counted.source())
+
+
 def _decompressed(counted: _Counted, path: Path) -> IO[bytes]:
     buffered = io.BufferedReader(counted, _CHUNK)
     if path.suffix.lower() == ".gz":
@@ -251,15 +273,20 @@ def _lines(stream: IO[bytes], path: Path, field: str) -> Iterator[str | None]:
         where = f"{path}, line {number}"
         if len(line) > _LINE:
             raise DataError(f"{where} is longer than {_LINE >> 20} MiB; put one JSON object on each line")
-        try:
-            text = line.decode()
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, offset + error.start) from None
+        text = _decoded(line, path, number, offset)
         offset += len(line)
-        text = text.removeprefix("\ufeff") if number == 1 else text
         if text.strip():
             yield _member(text, field, where)
             yield None
+
+
+def _decoded(line: bytes, path: Path, number: int, offset: int) -> str:
+    """The text of line `number`, which begins at byte `offset`; a byte order mark at the start of a file is dropped."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, offset + error.start) from None
+    return text.removeprefix("\ufeff") if number == 1 else text
 
 
 def _member(line: str, field: str, where: str) -> str:

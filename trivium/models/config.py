@@ -233,7 +233,7 @@ def _not_alike(config: ModelConfig) -> Iterator[ConfigError]:
         return
     if not isinstance(config.encoder, Stack) or not isinstance(config.decoder, Stack):
         yield ConfigError("share: a model with one side has no second one to share with; set it to none")
-    elif not config.encoder.layers == config.decoder.layers:
+    elif config.encoder.layers != config.decoder.layers:
         yield ConfigError(
             f"share: {config.encoder.layers} layers of the encoder and {config.decoder.layers} of the decoder cannot "
             "be the same; give both sides as many"

@@ -43,6 +43,11 @@ def draws(length: int) -> int:
 
 def paired(rows: RowBatch, draws_BK: Draws, vocabulary: Vocabulary) -> Framed:
     """`[CLS] A [SEP] B [SEP]` from every row, filled up with [PAD]."""
+    if len(rows.stream.starts) < 2:  # whatever the coins say, so that the first batch is refused
+        raise DataError(
+            "objective.frame: a second text from another document needs at least two documents for training and two "
+            "for validation; split the text with data.separator, or set frame=bert"
+        )
     count, length = rows.text.shape
     ids_BC = np.full((count, length + 3), vocabulary.ids[PADDING])
     segments_BC = np.zeros_like(ids_BC)
@@ -108,13 +113,7 @@ def _elsewhere(stream: Stream, document: int, size: int, draw: float) -> Span:
     """`size` tokens, or all there are, of another document."""
     own = _text(stream, document)
     before, own_size = own.start - 1, own.size + 1  # with the END in front
-    others = len(stream) - 1 - own_size
-    if not others:
-        raise DataError(
-            "objective.frame: a second text from another document needs at least two documents for training and two "
-            "for validation; split the text with data.separator, or set frame=bert"
-        )
-    place = int(draw * others)
+    place = int(draw * (len(stream) - 1 - own_size))
     place += own_size if place >= before else 0
     text = _text(stream, int(np.searchsorted(stream.starts, place, side="right")) - 1)
     start = max(text.start, min(place, text.stop - size))

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,24 @@ from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
 from trivium.models.config import Family, ModelConfig
 from trivium.models.transformer import States
-from trivium.objectives.objective import PAD, counted, everywhere, forced, special
+from trivium.objectives.objective import PAD, Task, counted, everywhere, forced, special
 from trivium.parts.output import Head
 from trivium.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
+
+
+@runtime_checkable
+class Judged(Protocol):
+    """A task that is judged by something else than what it learns from."""
+
+    def score(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
+        """The sum of the counted tokens' losses in nats, as validation reports them."""
+
+
+def judgement(task: Task) -> Callable[[Head, States, dict[str, Tensor]], Tensor]:
+    """What validation asks of a task: its score, or its loss if it has no other."""
+    return task.score if isinstance(task, Judged) else task.loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ class Boundary(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpanBoundary:
-    """SpanBERT's: two layers of `norm(gelu(W h + b))` over both borders and a vector of the place, then the vocabulary."""
+    """SpanBERT's: two layers of `norm(gelu(W h + b))` over both borders and a vector of the place, then all ids."""
 
     rows: int = 15  # places: a span is counted in words and can have more pieces than words
     size: int = 200  # of the vector of a place

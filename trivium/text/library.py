@@ -99,6 +99,10 @@ def library_words(words: Iterable[str], unknown: str) -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     within = pre_tokenizers.Split(tokenizers.Regex(_WITHIN_LINE + "+"), "removed")
     inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split("\n", "isolated"), within])
+    spaced = decoders.Replace(tokenizers.Regex(r"(?<=[^\n])\z"), " ")
+    # not decoders.Strip: the library's panics on an empty text
+    last = decoders.Replace(tokenizers.Regex(r" \z"), "")
+    inner.decoder = decoders.Sequence([spaced, decoders.Fuse(), last])
     return with_end(inner)
 
 
@@ -200,7 +204,12 @@ def _shape(inner: tokenizers.Tokenizer) -> dict[str, Any]:
 
 def joint_of(kind: str) -> Joint:
     """How the bytes of a kind's pieces join to a text."""
-    joints = {"words": Joint("last"), "word-bpe": Joint("last"), "wordpiece": Joint("first", b" "), "unigram": Joint("first")}
+    joints = {
+        "words": Joint("last"),
+        "word-bpe": Joint("last"),
+        "wordpiece": Joint("first", b" "),
+        "unigram": Joint("first"),
+    }
     return joints.get(kind, Joint())
 
 

@@ -91,7 +91,8 @@ def enough_memory(recipe: Recipe, folder: Path | None = None) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         micro = recipe.micro
-        used = f"out of memory on {recipe.device} with {micro} rows of {recipe.model.context} tokens at a time; "
+        what = "tokens" if recipe.batch.tokens else f"rows of {recipe.model.context} tokens"
+        used = f"out of memory on {recipe.device} with {micro} {what} at a time; "
         again = f" and go on with `trivium train {folder}`" if folder is not None else ""
         if micro > 1:
             raise OutOfMemory(f"{used}set batch.micro={micro // 2}{again}") from error

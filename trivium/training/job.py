@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from trivium.data.batch import Batch
+from trivium.data.bucketing import Examples
 from trivium.data.loader import Ordering
-from trivium.data.packing import Rows
 from trivium.models.transformer import Transformer, load_weights, weights
 from trivium.objectives.objective import Task
 from trivium.optim.averaging import Average, NoAverage
@@ -31,14 +31,14 @@ class Job:
     optimizer: Optimizer
     average: Average
     scaler: Scaler
-    rows: Rows
+    rows: Examples
     order: Ordering
     soundness: Soundness
     compute: Callable[[Batch], Tensor]  # the summed loss of a micro-batch, compiled or not
     total: int
-    micro: int  # rows of one forward pass; halved when memory runs out and the recipe leaves it open
+    micro: int  # rows (or tokens) of one forward pass; halved when memory runs out and the recipe leaves it open
     step: int = 0
-    cursor: int = 0  # rows consumed
+    cursor: int = 0  # rows consumed; batch.rows for each batch of pairs, however many it has
     tokens: int = 0  # labels that counted
     overflows: int = 0  # steps whose fp16 gradients overflowed: their data is used up, their update was not made
     skipped: list[tuple[int, int]] = field(default_factory=list)  # rows [first, end) that a rollback leaves out
@@ -70,7 +70,7 @@ class Job:
         self.overflows = int(state.get("overflows", 0))
         self.skipped = [(int(first), int(end)) for first, end in state.get("skipped", [])]
         if not self.recipe.batch.micro:  # a number in the recipe wins over what was settled before
-            self.micro = min(int(state.get("micro", self.micro)), self.recipe.batch.rows)
+            self.micro = min(int(state.get("micro", self.micro)), self.recipe.batch.size)
         self.scaler.load(state.get("scaler", {}))
 
     def in_use(self) -> AbstractContextManager[None]:

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from trivium.data.batch import Batch
+from trivium.data.bucketing import at_once
 from trivium.data.loader import RowNumbers, share
 from trivium.errors import OutOfMemory
 from trivium.models.transformer import Transformer
 from trivium.objectives.objective import Task
 from trivium.objectives.second import beside, mean
+from trivium.objectives.seq2seq import judgement
 from trivium.training.guards import clip, is_out_of_memory
 from trivium.training.job import Job
 from trivium.training.spikes import past
@@ -79,7 +81,7 @@ def updates(job: Job) -> Iterator[Update]:
             job.average.update(job.step + 1 - job.overflows, allowed)
         job.model.zero_grad(set_to_none=True)
         job.step += 1
-        job.cursor += len(numbers)
+        job.cursor += job.order.size
         job.tokens += count
         rate = recipe.optim.rate * factor
         yield Update(job.step, loss, norm, allowed, rate, count, scale, overflow, note)
@@ -107,7 +109,8 @@ def fitted(job: Job, numbers: RowNumbers) -> tuple[Tensor, int, str]:
         if job.model.device.type == "cuda":
             torch.cuda.empty_cache()
         job.micro = -(-job.micro // 2)
-        note = f"out of memory at step {job.step + 1}: from here on {job.micro} rows at a time (batch.micro)"
+        less = f"{job.micro} {job.recipe.batch.unit} at a time (batch.micro)"
+        note = f"out of memory at step {job.step + 1}: from here on {less}"
 
 
 def gradients(job: Job, numbers: RowNumbers) -> tuple[Tensor, int]:
@@ -115,7 +118,7 @@ def gradients(job: Job, numbers: RowNumbers) -> tuple[Tensor, int]:
     device = job.model.device
     job.model.train()
     rng = seeded(job.recipe.seed, job.step)
-    parts = share(numbers, rank=0, world=1, micro=job.micro)
+    parts = share(numbers, rank=0, world=1, micro=at_once(job.order, numbers, job.micro))
     batches = [job.task.inputs(job.rows.take(part), rng) for part in parts]
     counts = [sum(batch.count for batch in batches), sum(batch.second for batch in batches)]
     loss = torch.zeros((), device=device)
@@ -127,15 +130,24 @@ def gradients(job: Job, numbers: RowNumbers) -> tuple[Tensor, int]:
 
 
 def computation(
-    model: Transformer, task: Task, autocast: Callable[[], AbstractContextManager[object]], compiled: bool
+    model: Transformer,
+    task: Task,
+    autocast: Callable[[], AbstractContextManager[object]],
+    compiled: bool,
+    ragged: bool = False,
 ) -> Callable[[Batch], Tensor]:
-    """The road from a batch to its summed loss as one function, so that the compiler sees all of it."""
+    """The road from a batch to its summed loss as one function, so that the compiler sees all of it.
+
+    A model that is not in training is judged by what validation reports. Batches that are `ragged` have many shapes,
+    for which the compiler makes one program and not one each.
+    """
 
     def loss(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
         states = model(**inputs)
-        return beside(task.loss(model.head, states, targets), model, states, targets)
+        judge = task.loss if model.training else judgement(task)
+        return beside(judge(model.head, states, targets), model, states, targets)
 
-    function = torch.compile(loss) if compiled else loss
+    function = torch.compile(loss, dynamic=True if ragged else None) if compiled else loss
 
     def compute(batch: Batch) -> Tensor:
         with autocast():

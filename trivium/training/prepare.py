@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import time
@@ -17,14 +18,18 @@ import torch
 from trivium import config as settings
 from trivium.checkpoints.store import Store
 from trivium.data import shards as data
+from trivium.data.bucketing import Buckets, Examples, Pairs
+from trivium.data.loader import Order, Ordering
 from trivium.data.mixing import ordering
 from trivium.data.packing import Rows
-from trivium.data.shards import Shards
-from trivium.data.sources import files, texts, total_bytes
+from trivium.data.pairs import build as build_shards
+from trivium.data.pairs import paired, training_files, training_texts
+from trivium.data.shards import Shards, Stream
 from trivium.errors import CheckpointError, ConfigError, DataError
 from trivium.files import remove, temporary, write_synced
 from trivium.models.transformer import build, with_vocab
 from trivium.objectives.objective import Task
+from trivium.objectives.seq2seq import Seq2Seq
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
@@ -52,12 +57,15 @@ class Ground:
     task: Task
 
     @property
-    def train(self) -> Rows:
-        return Rows(self.shards.train, self.task.length)
+    def train(self) -> Examples:
+        return self._examples(self.shards.train)
 
     @property
-    def valid(self) -> Rows:
-        return Rows(self.shards.valid, self.task.length)
+    def valid(self) -> Examples:
+        return self._examples(self.shards.valid)
+
+    def _examples(self, stream: Stream) -> Examples:
+        return Pairs(stream, self.task.length) if paired(self.shards) else Rows(stream, self.task.length)
 
     @property
     def identity(self) -> str:
@@ -65,7 +73,8 @@ class Ground:
         fixed = settings.flat(self.recipe)
         prefixes = ("model.", "objective.", "optim.kind", "average.kind", "data.weights")
         kept = {key: value for key, value in fixed.items() if key.startswith(prefixes)}
-        content = {**kept, "seed": self.recipe.seed, "rows": self.recipe.batch.rows, "data": self.shards.digest}
+        batch = self.recipe.batch
+        content = {**kept, "seed": self.recipe.seed, batch.unit: batch.size, "data": self.shards.digest}
         return settings.hashed({**content, "sources": list(self.shards.train.sources)})
 
 
@@ -76,17 +85,18 @@ def lay(recipe: Recipe, runs: Path, *, say: Say, tick: Tick, clock: Callable[[],
         raise ConfigError("name: a run needs a name; add name=NAME")
     if folder.exists():
         raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}` or set another name")
-    if not recipe.data.paths:
+    if not (recipe.data.paths or recipe.data.paired):
         raise ConfigError("data.paths: no text is named; add data.paths=FILE")
     if not (recipe.budget.steps or recipe.budget.tokens or recipe.budget.minutes):
         raise ConfigError(
             "budget: nothing says how long to train; add budget.steps=N, budget.tokens=N or budget.minutes=N"
         )
-    recipe = replace(settle(recipe), data=replace(recipe.data, paths=_absolute(recipe.data.paths)))
+    recipe = replace(settle(recipe), data=recipe.data.below(Path.cwd()))
     recipe = start.taken_over(recipe, say=say)
     built = data.built_shards(recipe.data)
     if built is None:
-        files(recipe.data.paths)  # a missing file is refused before a folder is made
+        _check_form(recipe, pairs=recipe.data.paired)
+        training_files(recipe.data)  # a missing file is refused before a folder is made
     else:
         say(f"the shards in {built} bring their own tokenizer and validation text")
         recipe = replace(recipe, tokenizer=File(path=str(built / "tokenizer.json")))
@@ -96,7 +106,9 @@ def lay(recipe: Recipe, runs: Path, *, say: Say, tick: Tick, clock: Callable[[],
         recipe = replace(recipe, model=with_vocab(recipe.model, tokenizer.size))
         build(recipe.model, device="meta")  # what only building shows is refused before anything stays behind
         ground = _ground(scratch, recipe, tokenizer, shards)
-        ordering(ground.train, recipe.data.weights, recipe.batch.rows, recipe.seed)
+        for sentence in _about_pairs(ground):
+            say(sentence)
+        _order(recipe, ground.train)
         with enough_memory(recipe):
             ground = replace(ground, recipe=_with_micro(ground, say))
             ground = replace(ground, recipe=_with_steps(ground, clock))
@@ -125,6 +137,7 @@ def reopen(folder: Path, recipe: Recipe) -> Ground:
 
 
 def _ground(folder: Path, recipe: Recipe, tokenizer: Tokenizer, shards: Shards) -> Ground:
+    _check_form(recipe, pairs=paired(shards))
     task = recipe.objective.bind(tokenizer, recipe.model)
     return Ground(folder=folder, recipe=recipe, tokenizer=tokenizer, shards=shards, task=task)
 
@@ -149,9 +162,9 @@ def job(ground: Ground, total: int) -> Job:
         average=recipe.average.build(model),
         scaler=scaler(recipe.precision),
         rows=rows,
-        order=ordering(rows, recipe.data.weights, recipe.batch.rows, recipe.seed),
+        order=_order(recipe, rows),
         soundness=Soundness(recipe.nonfinite, device),
-        compute=computation(model, ground.task, autocast(recipe), recipe.compile == "on"),
+        compute=computation(model, ground.task, autocast(recipe), recipe.compile == "on", isinstance(rows, Pairs)),
         total=total,
         micro=recipe.micro,
     )
@@ -175,15 +188,17 @@ def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick) -> tuple[Tokenize
         own = open_tokenizer(built / "tokenizer.json")
         # new ids come after the old ones, so the shards stay what they are
         return _extended(own, recipe), data.open_shards(built, tokenizer_digest=own.digest)
-    size, done = total_bytes(recipe.data.paths), 0
+    size, done = sum(path.stat().st_size for path in training_files(recipe.data)), 0
 
     def read(count: int) -> None:
         nonlocal done
         done += count
         tick("tokenizer", done, size)
 
-    tokenizer = _extended(recipe.tokenizer.build(texts(recipe.data, read=read)), recipe)
-    shards = data.build(recipe.data, tokenizer, scratch / "data", progress=lambda at, of: tick("data", at, of), say=say)
+    tokenizer = _extended(recipe.tokenizer.build(training_texts(recipe.data, read=read)), recipe)
+    shards = build_shards(
+        recipe.data, tokenizer, scratch / "data", progress=lambda at, of: tick("data", at, of), say=say
+    )
     return tokenizer, shards
 
 
@@ -201,7 +216,8 @@ def _with_micro(ground: Ground, say: Say) -> Recipe:
     micro = rows_that_fit(lambda: job(ground, 1))
     if micro == recipe.micro:
         return recipe
-    say(f"{recipe.micro} rows at a time do not fit the memory of {recipe.device}: batch.micro is {micro}")
+    what = f"{recipe.micro} {recipe.batch.unit} at a time"
+    say(f"{what} do not fit the memory of {recipe.device}: batch.micro is {micro}")
     return replace(recipe, batch=replace(recipe.batch, micro=micro))
 
 
@@ -213,11 +229,10 @@ def tried(device: torch.device) -> bool:
 def _with_steps(ground: Ground, clock: Callable[[], float]) -> Recipe:
     """The recipe with its budget as a number of steps."""
     recipe = ground.recipe
-    per_step = recipe.batch.rows * ground.task.length
     if recipe.budget.steps:
         return recipe
     if recipe.budget.tokens:
-        steps = -(-recipe.budget.tokens // per_step)
+        steps = math.ceil(recipe.budget.tokens / _tokens_per_step(recipe, ground.train))
     else:
         seconds = recipe.budget.minutes * 60
         every = recipe.evaluate.every
@@ -237,15 +252,58 @@ def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float
     if not len(rows):
         return 0.0
     wanted = min(len(rows), recipe.evaluate.rows or len(rows))
-    part = min(wanted, 4 * trial.micro)
+    tokens = int(rows.sizes.max(axis=1).mean()) if isinstance(rows, Pairs) and recipe.batch.tokens else 1
+    part = min(wanted, max(1, 4 * trial.micro // tokens))
     before = clock()
     validate(trial, rows, limit=part)
     return (clock() - before) * wanted / part
 
 
-def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths as they are found from any folder, so that a run can go on from elsewhere."""
-    return tuple(str(Path(path).absolute()) for path in paths)
+def _check_form(recipe: Recipe, *, pairs: bool) -> None:
+    """Refuse pairs without an objective that reads them, and an objective or a batch of pairs without pairs."""
+    asks = isinstance(recipe.objective, Seq2Seq)
+    if pairs and not asks:
+        raise ConfigError("objective: pairs are learned with objective=seq2seq; set it, or name text in data.paths")
+    if asks and not pairs:
+        raise ConfigError("data: objective=seq2seq learns from pairs; set data.source and data.target, or data.pairs")
+    if recipe.batch.tokens and not pairs:
+        raise ConfigError("batch.tokens: rows of text are all of one length; set batch.rows instead")
+
+
+def _order(recipe: Recipe, rows: Examples) -> Ordering:
+    """Which rows each step of a run sees."""
+    batch, seed = recipe.batch, recipe.seed
+    if isinstance(rows, Rows):
+        return ordering(rows, recipe.data.weights, batch.rows, seed)
+    assert isinstance(recipe.objective, Seq2Seq)
+    if batch.tokens:
+        return Buckets(rows.sizes, batch.tokens, seed, size=batch.rows, align=recipe.objective.align)
+    return Order(len(rows), batch.rows, seed)
+
+
+def _tokens_per_step(recipe: Recipe, rows: Examples) -> float:
+    """The labels of an update, on average."""
+    if isinstance(rows, Rows):
+        return recipe.batch.rows * rows.length
+    order = _order(recipe, rows)
+    steps = len(order) if isinstance(order, Buckets) else len(rows) / order.size  # of an epoch
+    return rows.labels / steps
+
+
+def _about_pairs(ground: Ground) -> Iterator[str]:
+    """What somebody who trains on pairs should know; a split of which no pair fits the model is refused."""
+    for name, rows in (("training", ground.train), ("validation", ground.valid)):
+        if not isinstance(rows, Pairs):
+            return
+        if rows.too_long and not len(rows):
+            raise ConfigError(f"model.context: no {name} pair has both sides within {rows.length} tokens; raise it")
+        if rows.too_long:
+            left = f"{name} pairs with a side of more than {rows.length} tokens, which are left out: {rows.too_long:,}"
+            yield f"{left} of {rows.too_long + len(rows):,} (model.context)"
+    order = _order(ground.recipe, ground.train)
+    if isinstance(order, Buckets):
+        pairs = f"{len(ground.train):,} pairs make {len(order):,} batches an epoch"
+        yield f"{pairs}; {order.padding:.1%} of them is padding"
 
 
 @contextlib.contextmanager

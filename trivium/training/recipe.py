@@ -22,15 +22,27 @@ from trivium.training.spikes import SPIKES, Rollback, Spikes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """How many rows one update sees, and how many fit the device at a time."""
+    """How much one update sees, and how much of it fits the device at a time."""
 
     rows: int = 32
-    # Rows per forward pass, gradients are accumulated; 0 means all rows at once, or fewer if memory runs out.
+    # Pairs of similar lengths instead of a number of rows: at most so many tokens of the longer side, padding too.
+    tokens: int = 0
+    # Rows (or tokens) per forward pass, gradients are accumulated; 0 means all at once, or less if memory runs out.
     micro: int = 0
 
     def __post_init__(self) -> None:
         at_least("rows", self.rows, 1)
+        at_least("tokens", self.tokens, 0)
         at_least("micro", self.micro, 0)
+
+    @property
+    def size(self) -> int:
+        """All of a batch, in rows or in tokens."""
+        return self.tokens or self.rows
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.tokens else "rows"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +156,8 @@ class Recipe:
 
     @property
     def micro(self) -> int:
-        """Rows of one forward pass."""
-        return min(self.batch.micro or self.batch.rows, self.batch.rows)
+        """Rows of one forward pass, or tokens."""
+        return min(self.batch.micro or self.batch.size, self.batch.size)
 
 
 def due(every: float, step: int, total: int) -> bool:
@@ -172,6 +184,7 @@ FIXED = (
     "average.kind",
     "seed",
     "batch.rows",
+    "batch.tokens",
     "name",
     "start",
 )

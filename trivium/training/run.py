@@ -9,6 +9,7 @@ from typing import Any
 
 from trivium import config as settings
 from trivium.data import shards as data
+from trivium.data.pairs import build
 from trivium.errors import CheckpointError, ConfigError
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import prepare
@@ -37,11 +38,15 @@ def open_run(
     layer: Mapping[str, Any],
     *,
     runs: Path = RUNS,
+    data_dir: Path | None = None,
     parts: Sequence[type[Any]] = (),
     say: Say,
     tick: Tick,
 ) -> Session:
-    """A session on a new run (from a recipe or its file) or on an old one (from its folder)."""
+    """A session on a new run (from a recipe or its file) or on an old one (from its folder).
+
+    The recipe's relative paths of data are below `data_dir`, or else below the current folder.
+    """
     if isinstance(source, Path) and source.is_dir():
         if not is_run(source):
             raise ConfigError(f"{source} is not a run: it has no config.toml; name a recipe or a run's folder")
@@ -49,6 +54,10 @@ def open_run(
     recipe = read_recipe(source, layer, parts=parts) if isinstance(source, Path) else source
     if not isinstance(source, Path) and layer:
         recipe = settings.load(Recipe, layer, parts=parts, start=recipe)
+    if data_dir is not None:
+        if not data_dir.is_dir():
+            raise ConfigError(f"--data-dir: {data_dir} is not a folder")
+        recipe = replace(recipe, data=recipe.data.below(data_dir))
     return Session(prepare.lay(recipe, runs, say=say, tick=tick), say)
 
 
@@ -87,5 +96,5 @@ def _check_data(folder: Path, recipe: Recipe, say: Say, tick: Tick) -> None:
     own = folder / "data"
     if built is None and not own.exists():
         tokenizer = open_tokenizer(folder / "tokenizer.json")
-        data.build(recipe.data, tokenizer, own, progress=lambda at, of: tick("data", at, of), say=say)
+        build(recipe.data, tokenizer, own, progress=lambda at, of: tick("data", at, of), say=say)
     data.open_shards(built or own, verify=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from trivium.data.packing import Rows
+from trivium.data.bucketing import Buckets, Examples, Pairs
+from trivium.data.loader import RowNumbers
 from trivium.objectives.causal import Causal
 from trivium.objectives.second import mean
 from trivium.training.job import Job
@@ -21,19 +23,19 @@ class Result(NamedTuple):
     bits_per_byte: float | None
 
 
-def validate(job: Job, rows: Rows, *, limit: int) -> Result:
+def validate(job: Job, rows: Examples, *, limit: int) -> Result:
     """Score up to `limit` rows (0: all) with the weights for use; the order and the random numbers are fixed."""
     with job.in_use():
         return _score(job, rows, min(len(rows), limit) if limit else len(rows))
 
 
 @torch.inference_mode()
-def _score(job: Job, rows: Rows, number: int) -> Result:
+def _score(job: Job, rows: Examples, number: int) -> Result:
     job.model.eval()
     total, counts = torch.zeros((), dtype=torch.float64), [0, 0]
     rng = np.random.default_rng(0)  # one for all rows: what is masked does not depend on how many go at a time
-    for start in range(0, number, job.micro):
-        batch = job.task.inputs(rows.take(np.arange(start, min(start + job.micro, number))), rng)
+    for portion in _portions(job, rows, number):
+        batch = job.task.inputs(rows.take(portion), rng)
         total = total + job.compute(batch.to(job.model.device)).to(total)
         counts = [counts[0] + batch.count, counts[1] + batch.second]
     loss = float(mean(total, counts))
@@ -42,3 +44,11 @@ def _score(job: Job, rows: Rows, number: int) -> Result:
     # exact when all rows are scored; with a limit, at the split's own bytes per token
     bytes_per_token = rows.stream.text_bytes / max(1, len(rows.stream) - 1)
     return Result(loss, loss / math.log(2) / bytes_per_token)
+
+
+def _portions(job: Job, rows: Examples, number: int) -> Iterator[RowNumbers]:
+    """The first `number` rows, as many at a time as the device holds."""
+    if isinstance(job.order, Buckets) and isinstance(rows, Pairs):
+        buckets = job.order.like(rows.sizes[:number], job.micro)
+        return (buckets.batch(cursor) for cursor in range(len(buckets)))
+    return (np.arange(start, min(start + job.micro, number)) for start in range(0, number, job.micro))

@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from trivium.parts.site import Cost, Site
-
 
 Scope = Literal["stack", "heads", "layer"]  # all of them, those whose heads are alike too, each its own
 

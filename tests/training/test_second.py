@@ -1,0 +1,111 @@
+"""Runs with two heads: next sentences and span boundaries, from a text on the disk to a checkpoint and back."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.conftest import ASSETS, finish, laid, resume, start
+from tests.training.test_resume import assert_equal_ends, cut_back
+from trivium.errors import ConfigError, DataError
+from trivium.training import prepare
+from trivium.training.loop import gradients
+from trivium.training.metrics import rows
+from trivium.training.recipe import Recipe
+from trivium.training.validate import validate
+
+Make = Callable[..., Recipe]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "pairs": {
+        "objective": "masked",
+        "objective.frame": "pair",
+        "objective.copies": 10,
+        "model.embedding.segments": 2,
+        "model.sentence": "pooler",
+    },
+    "spans": {"objective": "spans", "model.boundary": "span", "model.boundary.size": 8},
+}
+STILL = {"model.encoder.block.dropout": 0.0, "model.encoder.block.attention.dropout": 0.0}
+each = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def speeches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """12 kB of Shakespeare, a document for every speech."""
+    path = tmp_path_factory.mktemp("text") / "speeches.txt"
+    text = gzip.decompress((ASSETS / "shakespeare-train.txt.gz").read_bytes())[:12_000]
+    path.write_bytes(text.replace(b"\n\n", b"\f"))
+    return path
+
+
+@pytest.fixture
+def two_heads(small: Make, speeches: Path) -> Make:
+    """The small recipe of a kind, with some settings changed."""
+
+    def make(kind: str, **changes: Any) -> Recipe:
+        return small("encoder", **{**KINDS[kind], "data.paths": [str(speeches)], **changes})
+
+    return make
+
+
+@each
+def test_a_stopped_run_goes_on_with_the_same_bits(two_heads: Make, tmp_path: Path, kind: str) -> None:
+    recipe = two_heads(kind, **{"checkpoint.every": 1.0, "checkpoint.keep": 30, "budget.steps": 12})
+    straight = start(recipe, tmp_path / "straight")
+    finish(straight)
+    copy = tmp_path / "copy" / recipe.name
+    shutil.copytree(straight.folder, copy)
+    cut_back(copy, 5)
+    finish(resume(copy))
+    assert_equal_ends(straight.folder, copy, 12)
+    found = [row["loss"] for row in rows(copy / "metrics.jsonl")]
+    assert found[-1] < found[0]
+
+
+@each
+def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
+    two_heads: Make, tmp_path: Path, kind: str
+) -> None:
+    found: list[list[torch.Tensor]] = []
+    for micro in (6, 4, 1):
+        ground = laid(two_heads(kind, **STILL, **{"batch.micro": micro}), tmp_path / str(micro))
+        job = prepare.job(ground, 10)
+        loss, count = gradients(job, job.order.batch(0))
+        assert count > 6
+        assert all(parameter.grad is not None for parameter in job.model.parameters())
+        grown = [parameter.grad for parameter in job.model.parameters() if parameter.grad is not None]
+        judged = validate(job, ground.valid, limit=5)
+        assert judged.bits_per_byte is None
+        found.append([loss, *grown, torch.tensor(judged.loss)])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+
+
+@each
+def test_a_compiled_step_has_the_same_loss(two_heads: Make, tmp_path: Path, kind: str) -> None:
+    ground = laid(two_heads(kind, **STILL), tmp_path)
+    plain, compiled = (prepare.job(ground, 10) for _ in range(2))
+    eager = torch.compile(compiled.compute, backend="aot_eager")
+    batch = ground.task.inputs(ground.train.take(plain.order.batch(0)), np.random.default_rng(0))
+    torch.testing.assert_close(eager(batch), plain.compute(batch))
+
+
+def test_pairs_from_one_document_are_refused_in_a_sentence(two_heads: Make, text: Path, tmp_path: Path) -> None:
+    session = start(two_heads("pairs", **{"data.paths": [str(text)]}), tmp_path)
+    with pytest.raises(DataError, match=r"objective.frame: .*at least two documents"):
+        finish(session)
+
+
+def test_a_model_without_the_head_leaves_nothing_behind(two_heads: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.sentence: objective.frame=pair asks"):
+        laid(two_heads("pairs", **{"model.sentence": "none"}), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,95 @@
+"""One file per evaluation in the folder of a model: `results/NAME-SPLIT.json`, whole or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trivium.evaluation.tasks import Outcome
+from trivium.files import write_atomic
+from trivium.models.transformer import Transformer, weights
+from trivium.text.tokenizer import Tokenizer
+
+FOLDER = "results"
+
+
+def record(
+    folder: Path,
+    outcome: Outcome,
+    *,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    notes: Mapping[str, Any],
+    date: str,
+    seconds: float,
+) -> dict[str, Any]:
+    """Write the results file of an outcome and give its content; `looks` counts the evaluations of this split."""
+    path = folder / FOLDER / f"{outcome.name}-{outcome.split}.json"
+    before = _looks(path)
+    told = asdict(outcome)
+    examples = told.pop("examples")
+    content: dict[str, Any] = {
+        **_plain(told),
+        "looks": before + 1,
+        "date": date,
+        "seconds": round(seconds, 3),
+        "model": {"weights": weights_digest(model), "tokenizer": tokenizer.digest, "notes": dict(notes)},
+        "examples": _plain(examples),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    return content
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    """What the results files of a model say, without their examples; a damaged one is said to be so."""
+    found = []
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        content = _read(path)
+        if content is None:
+            found.append({"name": path.stem, "split": "", "metric": "damaged", "score": None})
+        else:
+            found.append({key: value for key, value in content.items() if key != "examples"})
+    return found
+
+
+def weights_digest(model: Transformer) -> str:
+    """The sha256 of all weights, by name; how they lie in memory does not matter."""
+    hash = hashlib.sha256()
+    for name, tensor in sorted(weights(model).items()):
+        hash.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        hash.update(flat.view(torch.uint8).numpy().tobytes())
+    return hash.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sound = isinstance(content["looks"], int) and all(isinstance(content[key], str) for key in ("name", "metric"))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return dict(content) if sound else None
+
+
+def _looks(path: Path) -> int:
+    content = _read(path)
+    return 0 if content is None else int(content["looks"])
+
+
+def _plain(value: Any) -> Any:
+    """The same for JSON, which has no number for infinity or none at all: null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
