@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.checkpoints.bundle import open_bundle, save
-from trivium.config import digest
+from trivium.config import digest, flat, load, overrides
 from trivium.models.block import AnyBlock, Block, Parallel
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.presets import PRESETS
@@ -471,6 +471,26 @@ def check_half_precision(case: Case) -> None:
     with torch.no_grad():
         expected, actual = logits(whole, tokens_BT), logits(half, tokens_BT).float()
     assert ((actual - expected).norm() / expected.norm()).item() < 2e-2
+
+
+def check_dropout(case: Case, place: str) -> None:
+    """The dropout of one place (a dotted key) makes two passes in training differ, and none in evaluation."""
+    model = lively(load(ModelConfig, overrides({place: 0.5}), start=case.config))
+    tokens_BT = some_ids(2, 6)
+    torch.manual_seed(0)
+
+    def twice() -> bool:
+        with torch.no_grad():
+            return torch.equal(logits(model, tokens_BT), logits(model, tokens_BT))
+
+    assert twice()
+    model.train()
+    assert not twice(), f"{place} does nothing"
+
+
+def dropouts(case: Case) -> list[str]:
+    """Every dropout of a model, by its dotted key."""
+    return [key for key in flat(case.config) if key.endswith("dropout")]
 
 
 def check_determinism(case: Case) -> None:

@@ -40,7 +40,8 @@ class ScaleNormed(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return x / x.norm(dim=-1, keepdim=True).clamp(min=self.eps) * self.gain
+        result: Tensor = x / x.norm(dim=-1, keepdim=True).clamp(min=self.eps) * self.gain
+        return result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,10 +47,12 @@ def fraction(name: str, value: float) -> None:
         raise ConfigError(f"{name}: {value} is not in [0, 1); try 0.1")
 
 
-def at_least(name: str, value: float, least: float) -> None:
-    """Refuse a number below `least`."""
+def at_least(name: str, value: float, least: float, most: float = math.inf) -> None:
+    """Refuse a number below `least`, or above `most`: a file must not ask for work without end."""
     if not value >= least:
         raise ConfigError(f"{name}: {value} is less than {least}")
+    if value > most:
+        raise ConfigError(f"{name}: {value} is more than {most:,}")
 
 
 class Text(str):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivium.config import load, write
+from trivium.config import load, overrides, write
 from trivium.errors import ConfigError
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
@@ -153,3 +153,34 @@ def test_a_vocabulary_left_open_is_filled_in_from_the_tokenizer() -> None:
         with_vocab(ModelConfig(vocab=256), 257)
     with pytest.raises(ConfigError, match="the size of the vocabulary is not known yet"):
         build(ModelConfig())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "width",
+        "context",
+        "vocab",
+        "decoder.layers",
+        "decoder.block.attention.heads",
+        "decoder.block.attention.head",
+        "decoder.block.attention.window",
+        "decoder.block.feedforward.hidden",
+        "embedding.segments",
+    ],
+)
+def test_a_number_without_measure_is_refused_at_once(key: str) -> None:
+    """A stranger's file may hold any number; none may keep us busy."""
+    with pytest.raises(ConfigError, match=f"{key}: 1{'0' * 30} is more than"):
+        load(ModelConfig, overrides({key: 10**30}))
+
+
+def test_far_positions_without_measure_are_refused_at_once() -> None:
+    for kind in ("t5", "shaw"):
+        with pytest.raises(ConfigError, match="distance: .* is more than"):
+            load(ModelConfig, overrides({"decoder.block.position": kind, "decoder.block.position.distance": 10**30}))
+
+
+def test_the_nearest_number_of_heads_is_named() -> None:
+    with pytest.raises(ConfigError, match="width 9999991 is not divisible by 4; try 1"):
+        load(ModelConfig, overrides({"width": 9_999_991, "decoder.block.attention.heads": 4}))

@@ -16,6 +16,7 @@ from trivium.models.transformer import Transformer, build
 from trivium.optim.adam import AdamStepper
 from trivium.optim.groups import trainable
 from trivium.optim.optimizers import Adam, AdamW, Muon, Optim, Sgd
+from trivium.parts.boundary import BoundaryHead
 from trivium.parts.embeddings import TokenEmbedding, Tokens
 from trivium.parts.linear import Linear
 from trivium.parts.positions import Buckets, Shaw
@@ -41,7 +42,7 @@ def role(model: nn.Module, name: str) -> str:
     owner = model.get_submodule(name.rpartition(".")[0])
     if model.get_parameter(name).ndim < 2 or isinstance(owner, BucketPositions):
         return "vector"
-    if isinstance(owner, TokenEmbedding | LearnedPositions | ShawPositions):
+    if isinstance(owner, TokenEmbedding | LearnedPositions | ShawPositions | BoundaryHead):
         return "embedding"
     assert isinstance(owner, Linear), name
     return "head" if owner.role == "head" else "matrix"

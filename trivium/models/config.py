@@ -15,7 +15,7 @@ from trivium.parts.embeddings import EMBEDDINGS, Embedding, Tokens
 from trivium.parts.init import INITS, Gpt2, Init
 from trivium.parts.output import OUTPUTS, Output, Softmax
 from trivium.parts.sentence import SENTENCES, Sentence
-from trivium.parts.site import Cost, NoPart, Site
+from trivium.parts.site import MOST, Cost, NoPart, Site
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Stack:
     variants: Mapping[str, AnyBlock] = variants("block")
 
     def __post_init__(self) -> None:
-        at_least("layers", self.layers, 1)
+        at_least("layers", self.layers, 1, 10_000)
         unknown = [name for name in self.pattern if name and name not in self.variants]
         if unknown:
             raise ConfigError(f"pattern: {unknown[0]!r} is not among the variants; add [variants.{unknown[0]}]")
@@ -81,7 +81,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, value, least in (("width", self.width, 1), ("context", self.context, 1), ("vocab", self.vocab, 0)):
-            at_least(name, value, least)
+            at_least(name, value, least, MOST)
         if not isinstance(self.encoder, Stack) and not isinstance(self.decoder, Stack):
             raise ConfigError("decoder.kind: a model needs an encoder, a decoder or both; try plain")
         _refusals(self)

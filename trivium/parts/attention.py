@@ -21,7 +21,7 @@ from trivium.parts.linear import Linear, columns, product
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import RMSNormed
 from trivium.parts.positions import Positions
-from trivium.parts.site import Cost, Site, matrix
+from trivium.parts.site import MOST, Cost, Site, matrix
 
 
 class Attention(Protocol):
@@ -52,9 +52,9 @@ class MultiHead:
     dropout: float = 0.0  # of the attention weights
 
     def __post_init__(self) -> None:
-        at_least("heads", self.heads, 1)
+        at_least("heads", self.heads, 1, MOST)
         for name in ("head", "value", "groups", "window"):
-            at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0, MOST)
         if self.groups and self.heads % self.groups:
             raise ConfigError(f"groups: {self.heads} heads cannot share {self.groups} groups evenly")
         fraction("dropout", self.dropout)
@@ -63,8 +63,8 @@ class MultiHead:
         if self.head:
             return self.head
         if site.width % self.heads:
-            good = [heads for heads in range(1, site.width + 1) if site.width % heads == 0]
-            nearest = min(good, key=lambda heads: abs(heads - self.heads))
+            around = (self.heads + away * side for away in range(self.heads) for side in (-1, 1))
+            nearest = next(heads for heads in around if heads <= site.width and site.width % heads == 0)
             raise ConfigError(f"heads: width {site.width} is not divisible by {self.heads}; try {nearest}")
         return site.width // self.heads
 

@@ -16,7 +16,7 @@ from trivium.parts.feedforward import ACTIVATIONS, Activation
 from trivium.parts.linear import Linear
 from trivium.parts.norms import NORMS, LayerNorm, Norm
 from trivium.parts.output import Head, Softmax
-from trivium.parts.site import Cost, Site, matrix
+from trivium.parts.site import MOST, Cost, Site, matrix
 
 
 class Boundary(Protocol):
@@ -40,8 +40,8 @@ class SpanBoundary:
     norm: Norm = place(NORMS, LayerNorm(eps=1e-12))
 
     def __post_init__(self) -> None:
-        at_least("rows", self.rows, 1)
-        at_least("size", self.size, 1)
+        at_least("rows", self.rows, 1, MOST)
+        at_least("size", self.size, 1, MOST)
 
     def build(self, site: Site, tied: nn.Parameter) -> nn.Module:
         return BoundaryHead(self, site, tied)

@@ -16,7 +16,7 @@ from trivium.config import at_least, fraction, place
 from trivium.errors import RequestError
 from trivium.parts.dropout import dropout
 from trivium.parts.norms import NORMS, Norm
-from trivium.parts.site import Cost, NoPart, Site
+from trivium.parts.site import MOST, Cost, NoPart, Site
 
 # Which of the three matrices are one: the encoder's input, the decoder's input, the output. A model with one side has
 # only two of them, so that `all` and `output` say the same there, and so do `inputs` and `none`.
@@ -43,7 +43,7 @@ class Tokens:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        at_least("segments", self.segments, 0)
+        at_least("segments", self.segments, 0, MOST)
         fraction("dropout", self.dropout)
 
     def build(self, site: Site) -> TokenEmbedding:

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import fraction
+from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.dropout import dropout
 from trivium.parts.kernels.eager import SquaredRelu, wanted
 from trivium.parts.linear import Linear
-from trivium.parts.site import Cost, Site, matrix
+from trivium.parts.site import MOST, Cost, Site, matrix
 
 Activation = Literal[
     "relu", "gelu", "gelu-tanh", "silu", "relu2", "elu", "selu", "sigmoid", "tanh", "softplus", "identity"
@@ -137,4 +137,5 @@ class GluFeedForward(nn.Module):
 def _check(hidden: int, dropout: float) -> None:
     if hidden < 0:
         raise ConfigError(f"hidden: {hidden} is negative; 0 means the usual size")
+    at_least("hidden", hidden, 0, MOST)
     fraction("dropout", dropout)

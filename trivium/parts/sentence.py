@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trivium.config import at_least
 from trivium.parts.linear import Linear
-from trivium.parts.site import Cost, Site, matrix
+from trivium.parts.site import MOST, Cost, Site, matrix
 
 
 class Sentence(Protocol):
@@ -29,7 +29,7 @@ class Pooler:
     classes: int = 2  # next-sentence prediction: class 0 means that B follows A
 
     def __post_init__(self) -> None:
-        at_least("classes", self.classes, 0)
+        at_least("classes", self.classes, 0, MOST)
 
     def build(self, site: Site) -> nn.Module:
         return PooledSentence(self, site)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+MOST = 10_000_000  # of any size in a configuration: no model has one such, and a stranger's file may ask for anything
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
     @property
     def kind(self) -> str:
-        """The name of the kind: chars, bytes, bpe, word-bpe, wordpiece or unigram."""
+        """The name of the kind: chars, bytes, bpe, word-bpe, wordpiece, unigram or words."""
 
     @property
     def size(self) -> int:

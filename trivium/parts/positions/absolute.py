@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trivium.config import at_least
 from trivium.errors import ConfigError, RequestError
 from trivium.parts.positions.base import Computed, Positions, Scope
-from trivium.parts.site import Cost, Site
+from trivium.parts.site import MOST, Cost, Site
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class Learned:
     offset: int = 0  # unused rows before position 0: 2 in RoBERTa, BART and OPT
 
     def __post_init__(self) -> None:
-        at_least("offset", self.offset, 0)
+        at_least("offset", self.offset, 0, MOST)
 
     @property
     def scope(self) -> Scope:

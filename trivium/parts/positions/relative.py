@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trivium.config import at_least
 from trivium.errors import ConfigError
 from trivium.parts.positions.base import Computed, Positions, Scope, distances
-from trivium.parts.site import Cost, Site
+from trivium.parts.site import MOST, Cost, Site
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Shaw:
     tables: Literal["shared", "per-head"] = "shared"  # among the heads of a layer
 
     def __post_init__(self) -> None:
-        at_least("distance", self.distance, 1)
+        at_least("distance", self.distance, 1, MOST)
 
     @property
     def scope(self) -> Scope:
@@ -56,8 +56,8 @@ class Buckets:
     distance: int = 128  # from here on all share the last bucket
 
     def __post_init__(self) -> None:
-        at_least("buckets", self.buckets, 2)
-        at_least("distance", self.distance, 1)
+        at_least("buckets", self.buckets, 2, MOST)
+        at_least("distance", self.distance, 1, MOST)
 
     @property
     def scope(self) -> Scope:
