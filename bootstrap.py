@@ -110,7 +110,9 @@ def main() -> None:
         install("dev")
         check()
         if command != "check":
-            run("-m", "pytest", *(["--full"] if command == "test-full" else []))
+            # tests keep to one thread each, so that every core can have some of them
+            spread = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal")
+            run("-m", "pytest", *spread, *(["--full"] if command == "test-full" else []))
     else:
         sys.exit(__doc__)
 
