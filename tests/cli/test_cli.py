@@ -6,46 +6,23 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from trivium.cli.main import main
+from tests.cli.conftest import Call, refused
 from trivium.files import Lock
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Outcome]
-
-
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+def call(invoke: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
     """Run a command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-
-    def run(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["trivium", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1 if exit.code else 0
-        finally:
-            torch.set_num_threads(threads)
-        return Outcome(code, *capsys.readouterr())
-
-    return run
+    return invoke
 
 
 RECIPE = """
@@ -75,16 +52,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(RECIPE)
     return path
-
-
-def refused(outcome: Outcome, *words: str) -> None:
-    """One sentence on standard error, exit code 2, nothing on standard output."""
-    lines = outcome.err.strip().splitlines()
-    assert outcome.code == 2, outcome
-    assert len(lines) == 1, outcome.err
-    assert lines[0].startswith("error: ")
-    assert all(word in lines[0] for word in words), lines[0]
-    assert outcome.out == ""
 
 
 def test_a_misspelt_key_is_refused(call: Call, recipe: Path) -> None:

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import Outcome
+from tests.cli.conftest import Call
 from tests.evaluation import corpora
 from tests.generation import tiny
 from trivium import api
-from trivium.cli.main import main
 from trivium.evaluation.likelihood import score_text
 from trivium.evaluation.results import results
 
-Call = Callable[..., Outcome]
 GPT = tiny.model("gpt-mini", tiny.BYTES, spread=0.5)
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+def call(invoke: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
     """Run a command in this process, beside a decoder, a translator and the corpora."""
     api.Model(GPT, tiny.BYTES, {"step": 9}).save(tmp_path / "gpt")
     api.Model(tiny.model("t5-mini", tiny.DENOISING, spread=0.5), tiny.DENOISING, {}).save(tmp_path / "t5")
     corpora.lay(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["trivium", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1 if exit.code else 0
-        return Outcome(code, *capsys.readouterr())
-
-    return run
+    return invoke
 
 
 def test_a_score_is_printed_and_written_beside_the_model(call: Call) -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cli.test_cli import Outcome, refused
+from tests.cli.conftest import Call, refused
 from tests.generation import tiny
 from trivium import api, config
 from trivium.checkpoints.store import Store
-from trivium.cli.main import main
 from trivium.errors import CheckpointError, RequestError
 from trivium.models.transformer import Transformer, weights
 from trivium.text.tokenizer import Tokenizer
-
-Call = Callable[..., Outcome]
 
 MODELS: dict[str, tuple[Transformer, Tokenizer]] = {
     "encoder": (tiny.model("bert-mini", tiny.MASKED, spread=0.5), tiny.MASKED),
@@ -49,21 +43,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path) -> Call:
+def call(invoke: Call, monkeypatch: pytest.MonkeyPatch, home: Path) -> Call:
     """Run a command in this process, beside the models, with `piped` on standard input."""
     monkeypatch.chdir(home)
-
-    def run(*arguments: object, piped: str = "") -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["trivium", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
-        code = 0
-        try:
-            main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1 if exit.code else 0
-        return Outcome(code, *capsys.readouterr())
-
-    return run
+    return invoke
 
 
 def load(home: Path, name: str, **options: Any) -> api.Model:

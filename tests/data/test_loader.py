@@ -65,3 +65,23 @@ def test_a_batch_smaller_than_the_world_is_refused() -> None:
 def test_a_text_without_a_row_is_refused() -> None:
     with pytest.raises(DataError, match="too short"):
         Order(0, 4, 0)
+
+
+def test_every_epoch_but_the_first_is_moved_by_its_own_shift_which_the_seed_decides() -> None:
+    def shifts(seed: int, source: int = 0) -> list[int]:
+        order = Order(10, 10, seed, source, shifts=64, apart=1000)
+        plain = Order(10, 10, seed, source)
+        found = []
+        for cursor in range(0, 2000, 10):
+            moved = order.batch(cursor) - plain.batch(cursor)  # the permutation is the same
+            assert len(set(moved.tolist())) == 1
+            found.append(int(moved[0]))
+        return found
+
+    one = shifts(0)
+    assert one[0] == 0
+    assert set(one) <= {1000 * shift for shift in range(64)}
+    assert len(set(one)) > 50  # of 64, in 199 draws
+    assert shifts(0) == one
+    assert shifts(1)[1:] != one[1:]
+    assert shifts(0, source=1)[1:] != one[1:]

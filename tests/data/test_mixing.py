@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from trivium.data.config import DataConfig
 from trivium.data.loader import Order, share
-from trivium.data.mixing import PERIOD, Mixture, ordering, pattern, quotas
+from trivium.data.mixing import PERIOD, Mixture, ordering, pattern, quotas, training_rows
 from trivium.data.packing import Rows
-from trivium.data.shards import Shards, build, open_shards
+from trivium.data.shards import Shards, Stream, build, open_shards
+from trivium.data.sources import held_out
 from trivium.errors import ConfigError, DataError
-from trivium.text.kinds import Bytes
+from trivium.text.kinds import Bytes, Words
 
 WEIGHTS = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 
@@ -87,11 +88,12 @@ def test_sources_of_equal_size_are_shuffled_differently() -> None:
     assert one != two
 
 
-def made(tmp_path: Path, texts: dict[str, str], **options: object) -> Shards:
+def made(tmp_path: Path, texts: dict[str, str], *, said: list[str] | None = None, **options: object) -> Shards:
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     config = DataConfig(paths=tuple(str(tmp_path / name) for name in texts), **options)  # type: ignore[arg-type]
-    return build(config, Bytes().build([]), tmp_path / "out", progress=lambda *_: None, say=lambda _: None)
+    say = said.append if said is not None else lambda _: None
+    return build(config, Bytes().build([]), tmp_path / "out", progress=lambda *_: None, say=say)
 
 
 @pytest.mark.parametrize("valid", [0.0, 0.3])
@@ -114,6 +116,77 @@ def test_a_text_too_small_to_split_by_documents_keeps_its_sources(tmp_path: Path
     assert len(train.sources) == 2
     assert set(train.ids[: train.sources[1]].tolist()) == {ord("a"), 256}
     assert set(train.ids[train.sources[1] :].tolist()) == {ord("b"), 256}
+
+
+def by_source(stream: Stream) -> list[bytes]:
+    """The text of each source."""
+    borders = itertools.pairwise([*stream.sources, len(stream)])
+    return [bytes(id for id in stream.ids[start:stop].tolist() if id < 256) for start, stop in borders]
+
+
+@pytest.mark.parametrize("weights", [(), (1.0, 1.0, 1.0)])
+def test_the_tail_for_validation_comes_from_every_path(tmp_path: Path, weights: tuple[float, ...]) -> None:
+    """However unequal their sizes: the last path is neither all of the validation text nor all in it."""
+    texts = {"a": "a" * 3000, "b": "b" * 999, "c": "c" * 39}
+    assert not any(held_out(text, 0.1) for text in texts.values())
+    said: list[str] = []
+    shards = made(tmp_path, texts, valid=0.1, weights=weights, said=said)
+    assert [len(text) for text in by_source(shards.valid)] == [300, 100, 4]
+    for text, train, valid in zip(texts.values(), by_source(shards.train), by_source(shards.valid), strict=True):
+        assert train + valid == text.encode()
+    assert shards.valid.text_bytes == 404
+    assert shards.train.text_bytes == 3000 + 999 + 39 - 404
+    names = ", ".join(str(tmp_path / name) for name in texts)
+    [sentence] = said
+    assert sentence == (
+        f"Too few documents to keep whole ones for validation in {names}: "
+        "the last 10.00% of each path's text (404 tokens in all) is kept instead."
+    )
+
+
+def test_a_path_whose_only_document_is_held_out_is_learned_from_all_the_same(tmp_path: Path) -> None:
+    """The others keep the documents that the hash chose, whole."""
+    many = [f"number {number} " * 3 for number in range(40)]
+    alone = next(text for text in (str(number) * 300 for number in range(100)) if held_out(text, 0.2))
+    said: list[str] = []
+    texts = {"many": "\f".join(many), "alone": alone}
+    shards = made(tmp_path, texts, valid=0.2, weights=(1.0, 1.0), said=said)
+    train, valid = by_source(shards.train), by_source(shards.valid)
+    assert train[0] == "".join(text for text in many if not held_out(text, 0.2)).encode()
+    assert valid[0] == "".join(text for text in many if held_out(text, 0.2)).encode()
+    assert train[1] + valid[1] == alone.encode()
+    assert len(valid[1]) == round(0.2 * (len(alone) + 1))
+    assert shards.train.text_bytes == sum(map(len, train))
+    assert shards.valid.text_bytes == sum(map(len, valid))
+    assert len(said) == 1
+    assert f"in {tmp_path / 'alone'}: the last 20.00%" in said[0]
+    assert f"({len(valid[1]):,} tokens in all)" in said[0]
+
+
+def test_bytes_are_counted_where_they_are_known_and_never_below_zero(tmp_path: Path) -> None:
+    """An unknown word of one letter is spelled with seven: the end of a text seems to be more than all."""
+    many = [f"number    {number}" for number in range(40)]
+    alone = next(text for text in ("x y " * size for size in range(50, 99)) if not held_out(text, 0.4))
+    (tmp_path / "many").write_text("\f".join(many))
+    (tmp_path / "alone").write_text(alone)
+    config = DataConfig(paths=(str(tmp_path / "many"), str(tmp_path / "alone")), valid=0.4, weights=(1.0, 1.0))
+    tokenizer = Words().build(many)
+    shards = build(config, tokenizer, tmp_path / "out", progress=lambda *_: None, say=lambda _: None)
+    assert shards.train.text_bytes == sum(len(text) for text in many if not held_out(text, 0.4))
+    assert shards.valid.text_bytes == sum(len(text) for text in many if held_out(text, 0.4)) + len(alone)
+
+
+@pytest.mark.parametrize("weights", [(), (1.0,) * 60])
+def test_many_small_paths_that_are_not_mixed_are_split_by_whole_documents(
+    tmp_path: Path, weights: tuple[float, ...]
+) -> None:
+    texts = {f"file-{number}": f"document {number} " * 9 for number in range(60)}
+    shards = made(tmp_path, texts, valid=0.1, weights=weights)
+    kept = [text.encode() for text in texts.values() if held_out(text, 0.1)]
+    assert 0 < len(kept) < 60
+    found = [text for text in by_source(shards.valid) if text]
+    assert (found == kept) is not bool(weights)
+    assert all(by_source(shards.train)) is bool(weights)
 
 
 def test_rows_are_drawn_in_the_shares_of_the_weights(tmp_path: Path) -> None:
@@ -159,3 +232,52 @@ def test_a_manifest_with_impossible_borders_is_damaged(tmp_path: Path, sources: 
     path.write_text(json.dumps(module._sealed(manifest)))
     with pytest.raises(DataError, match="damaged"):
         open_shards(tmp_path / "out")
+
+
+@pytest.mark.parametrize("weights", [(), (1.0, 3.0)])
+def test_in_every_epoch_of_shifted_rows_every_token_is_a_label_once(tmp_path: Path, weights: tuple[float, ...]) -> None:
+    """Each source on its own if they are mixed, and never a row that holds text of two."""
+    texts = {"a": "\f".join(f"A{n}" * (n % 7 + 1) for n in range(40)), "b": "b" * 333}
+    config = DataConfig(paths=("a", "b"), weights=weights, shift="epoch")
+    stream = made(tmp_path, texts, valid=0.0).train
+    rows = training_rows(stream, 16, config)
+    order = ordering(rows, weights, 10, seed=1)
+    taken = rows.take(np.concatenate([order.batch(cursor) for cursor in range(0, 800, 10)]))
+    a, b = stream.sources
+    borders = [(a, b), (b, len(stream) - 1)] if weights else [(a, len(stream) - 1)]
+    layouts = set()
+    for start, stop in borders:
+        own = np.flatnonzero((taken.begins >= start) & (taken.begins < stop))
+        size = -(-(stop - start) // 16)
+        for epoch in range(len(own) // size):
+            part = own[epoch * size : (epoch + 1) * size]
+            labels = taken.labels[part]
+            assert sorted(labels[labels != -100].tolist()) == sorted(stream.ids[start + 1 : stop + 1].tolist())
+            layouts.add((start, tuple(sorted(taken.begins[part].tolist()))))
+            if epoch == 0:
+                assert sorted(taken.begins[part].tolist()) == list(range(start, stop, 16))
+    assert len(layouts) > 2 * len(borders)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 400), st.sampled_from([(), (2.0, 1.0)]))
+def test_the_cursor_alone_decides_the_shift(cursor: int, weights: tuple[float, ...]) -> None:
+    ids = np.arange(200, dtype=np.uint16)
+    stream = Stream(ids=ids, starts=np.array([0, 120]), text_bytes=0, sources=(0, 120))
+    rows = training_rows(stream, 9, DataConfig(paths=("a", "b"), weights=weights, shift="epoch"))
+    used = ordering(rows, weights, 7, seed=2)
+    straight = np.concatenate([used.batch(at) for at in range(0, 410, 7)])
+    fresh = ordering(rows, weights, 7, seed=2).batch(cursor)  # a resume has no history
+    assert fresh.tolist() == straight[cursor : cursor + 7].tolist()
+    assert (straight >= len(rows)).any()
+
+
+def test_without_a_shift_the_rows_and_their_order_are_what_they_were(tmp_path: Path) -> None:
+    stream = made(tmp_path, {"a": "a" * 400, "b": "b" * 300}, valid=0.0).train
+    for weights in ((), (1.0, 2.0)):
+        rows = training_rows(stream, 16, DataConfig(paths=("a", "b"), weights=weights))
+        numbers = np.concatenate([ordering(rows, weights, 8, 0).batch(cursor) for cursor in range(0, 200, 8)])
+        assert numbers.max() == len(rows) - 1
+        taken = rows.take(numbers)
+        assert taken.numbers.tolist() == numbers.tolist()
+        assert taken.begins.tolist() == (16 * numbers).tolist()

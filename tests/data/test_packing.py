@@ -78,6 +78,73 @@ def test_rows_are_what_a_plain_loop_gives(documents: list[list[int]], context: i
         assert batch.documents[place].tolist() == [seen.index(document) + 1 for _, document in part] + [0] * padding
 
 
+@settings(max_examples=200, deadline=None)
+@given(DOCUMENTS, st.integers(1, 12), st.data())
+def test_every_shift_gives_every_token_as_a_label_exactly_once(
+    documents: list[list[int]], context: int, data: st.DataObject
+) -> None:
+    """The oracle is the stream written twice in a row, from which rows are cut from the shift on."""
+    whole = stream(documents)
+    labels = len(whole) - 1
+    shift = data.draw(st.integers(0, context - 1))
+    rows = Rows(whole, context, shifts=context)
+    assert len(rows) == len(Rows(whole, context))
+    batch = rows.take(shift * len(rows) + np.arange(len(rows)))
+    twice = [*whole.ids[:-1].tolist(), *whole.ids.tolist(), *whole.ids[1:].tolist() * context]
+    start = shift % labels
+    found = batch.labels.ravel()
+    assert found[found != -100].tolist() == twice[start + 1 : start + 1 + labels]
+    assert batch.text.ravel()[found != -100].tolist() == twice[start : start + labels]
+    assert np.array_equal(np.where(found == -100, -100, batch.ids[:, 1:].ravel()), found)
+    assert batch.begins.tolist() == [(start + row * context) % labels for row in range(len(rows))]
+    assert (found == -100).sum() < context
+    if shift == 0:
+        plain = Rows(whole, context).take(np.arange(len(rows)))
+        for name in ("ids", "labels", "documents", "numbers"):
+            assert getattr(batch, name).tolist() == getattr(plain, name).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(DOCUMENTS, st.integers(1, 12), st.data())
+def test_documents_of_a_shifted_row_are_told_apart_at_every_beginning(
+    documents: list[list[int]], context: int, data: st.DataObject
+) -> None:
+    whole = stream(documents)
+    rows = Rows(whole, context, shifts=context)
+    shift = data.draw(st.integers(0, context - 1))
+    batch = rows.take(shift * len(rows) + np.arange(len(rows)))
+    for row in range(len(rows)):
+        number, real = 1, int(batch.lengths[row])
+        for at, id in enumerate(batch.text[row, :real].tolist()):
+            number += at > 0 and id == END  # a beginning, also the one at which the ring closes
+            assert batch.documents[row, at] == number
+        assert not batch.documents[row, real:].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(DOCUMENTS, DOCUMENTS, st.integers(1, 12), st.data())
+def test_a_ring_is_cut_as_if_it_were_alone(
+    one: list[list[int]], two: list[list[int]], context: int, data: st.DataObject
+) -> None:
+    border = len(stream(one)) - 1
+    rows = Rows(stream([*one, *two]), context, shifts=context, rings=(0, border))
+    alone = [Rows(stream(documents), context, shifts=context) for documents in (one, two)]
+    assert [rows.first(0), rows.first(border), len(rows)] == [0, len(alone[0]), len(alone[0]) + len(alone[1])]
+    shift = data.draw(st.integers(0, context - 1))
+    batch = rows.take(shift * len(rows) + np.arange(len(rows)))
+    parts = [part.take(shift * len(part) + np.arange(len(part))) for part in alone]
+    for name in ("ids", "labels", "documents"):
+        assert getattr(batch, name).tolist() == [row for part in parts for row in getattr(part, name).tolist()]
+    assert batch.begins.tolist() == [*parts[0].begins.tolist(), *(border + parts[1].begins).tolist()]
+
+
+def test_a_row_behind_the_last_shift_is_an_error() -> None:
+    rows = Rows(stream([[1, 2, 3], [4, 5, 6, 7]]), 3, shifts=3)
+    rows.take(np.array([8]))
+    with pytest.raises(IndexError, match="0 to 8"):
+        rows.take(np.array([9]))
+
+
 def test_a_stream_that_fills_its_rows_exactly_needs_no_padding() -> None:
     rows = Rows(stream([[1, 2, 3], [4, 5, 6, 7]]), 3)  # 10 tokens, 9 labels
     assert len(rows) == 3

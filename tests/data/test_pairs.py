@@ -198,6 +198,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"source": "a", "target": "b", "pairs": "c"}, "data.pairs: the pairs come from data.source and data.target"),
     ({"source": "a", "target": "b", "paths": ["c"]}, "data.paths: a run reads text or pairs, not both"),
     ({"pairs": "a", "weights": [1.0]}, "data.weights: a run reads text or pairs, not both"),
+    ({"pairs": "a", "shift": "epoch"}, "data.shift: pairs are rows of their own, which are not cut"),
     ({"source": "a", "target": "b", "valid_source": "c"}, "data.valid_target: data.valid_source is one side of pairs"),
     ({"pairs": "a", "valid_source": "c", "valid_target": "d"}, "data.valid_source: it stands beside data.source"),
     ({"source": "a", "target": "b", "valid": "c"}, "data.valid: pairs from two files are validated by two"),

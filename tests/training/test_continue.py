@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.test_outside import ScaleNorm
 from tests.training.conftest import finish, laid, resume, silent, start
 from tests.training.test_resume import assert_equal_ends, cut_back
 from trivium import config as settings
@@ -21,6 +24,7 @@ from trivium.training import prepare
 from trivium.training.loop import updates
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
+from trivium.training.run import open_run, read_recipe
 
 Make = Callable[..., Recipe]
 
@@ -91,6 +95,76 @@ def test_the_moments_come_too_if_they_are_asked_for(first: Path, other: Path, tm
     assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
 
 
+def test_one_rule_says_whether_the_start_gives_its_averaged_weights(small: Make, other: Path, tmp_path: Path) -> None:
+    """A fresh optimizer begins with the weights for use, a kept one with those that its moments belong to."""
+    ema = {"average.kind": "ema", "average.decay": 0.5, "average.warmup": "none"}
+    session = start(small(**ema, **{"checkpoint.use": "last"}), tmp_path / "first")
+    finish(session)
+    last = session.folder / "checkpoints" / "step-00000020"
+    raw, averaged = format.tensors(last, "model"), format.tensors(last, "average")
+    assert any(not torch.equal(tensor, averaged[name]) for name, tensor in raw.items())
+    for number, (named, keep) in enumerate(itertools.product(("run", "checkpoint", "unfinished"), ("fresh", "keep"))):
+        if named == "unfinished":
+            (session.folder / "model.json").unlink(missing_ok=True)
+        recipe = bare(last if named == "checkpoint" else session.folder, other, start_optimizer=keep)
+        own = weights(prepare.job(laid(recipe, tmp_path / str(number)), 6).model)
+        wanted = raw if keep == "keep" else averaged
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in own.items()), (named, keep)
+
+
+@pytest.mark.parametrize("where", ["run", "checkpoint"])
+def test_a_start_with_parts_from_outside_can_be_begun_with(
+    small: Make, other: Path, tmp_path: Path, where: str
+) -> None:
+    session = start(small(**{"model.decoder.block.norm": ScaleNorm(eps=1e-6), "budget.steps": 5}), tmp_path / "first")
+    finish(session)
+    named = session.folder if where == "run" else session.folder / "checkpoints" / "step-00000005"
+    recipe = bare(named, other)
+    with pytest.raises(CheckpointError, match="there is no kind 'ScaleNorm'"):
+        open_run(recipe, {}, runs=tmp_path / "second", say=silent, tick=silent)
+    second = open_run(recipe, {}, runs=tmp_path / "second", parts=[ScaleNorm], say=silent, tick=silent)
+    finish(second)
+    assert second.recipe.model == session.recipe.model
+    assert rows(second.folder / "metrics.jsonl")[-1]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("objective", "added"),
+    [("prefix", ["<pad>"]), ("denoise", ["<pad>", *(f"<extra_id_{number}>" for number in reversed(range(100)))])],
+)
+def test_special_tokens_that_the_start_has_not_are_added_with_new_rows(
+    first: Path, other: Path, tmp_path: Path, objective: str, added: list[str]
+) -> None:
+    """From causal to another objective: old ids and weights stay, new rows are N(0, 0.02) of the seed."""
+    told: list[str] = []
+    recipe = bare(first, other, objective=objective, seed=3, **{"checkpoint.every": 2.0, "checkpoint.keep": 9})
+    session = open_run(recipe, {}, runs=tmp_path / "second", say=told.append, tick=silent)
+    known, tokenizer = open_tokenizer(first), session.ground.tokenizer
+    size = known.size
+    assert [tokenizer.specials[spelling] for spelling in added] == [*range(size, size + len(added))]
+    assert tokenizer.encode("The fox, <pad>") == known.encode("The fox, <pad>")
+    assert any(
+        f"needs {len(added)} special token(s)" in text and f"{size} to {size + len(added)}" in text for text in told
+    )
+    there = settings.load(Recipe, settings.read(first / "config.toml")).model
+    assert session.recipe.model == replace(there, vocab=size + len(added))
+    old, new = format.read_tensors(first / "model.safetensors"), weights(prepare.job(session.ground, 6).model)
+    drawn = torch.empty(len(added), 16).normal_(0, 0.02, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(new["embedding.weight"], torch.cat((old["embedding.weight"], drawn)))
+    assert new.keys() == old.keys()
+    assert all(torch.equal(new[name], tensor) for name, tensor in old.items() if name != "embedding.weight")
+    finish(session)
+    for step in (0, 4):
+        copy = tmp_path / f"from-{step}" / "second"
+        shutil.copytree(session.folder, copy)
+        cut_back(copy, step)
+        finish(resume(copy))
+        assert_equal_ends(session.folder, copy, 6)
+    again = start(read_recipe(session.folder / "config.toml"), tmp_path / "again")
+    finish(again)
+    assert_equal_ends(session.folder, again.folder, 6)
+
+
 def test_a_decay_may_branch_off_from_any_flat_checkpoint(small: Make, tmp_path: Path) -> None:
     """spec: training §2. A batch is the whole text here, so that both runs see the same data at every step."""
     still = {"model.decoder.block.dropout": 0.0, "model.decoder.block.attention.dropout": 0.0}
@@ -136,6 +210,19 @@ def test_a_run_with_a_start_resumes_exactly_even_without_it(first: Path, other: 
         finish(resume(copy))
 
 
+def test_the_beginning_is_made_on_the_cpu_and_is_the_same_there(first: Path, other: Path, tmp_path: Path) -> None:
+    """A run on a device has no room there for a second one: not even a device is needed to make it."""
+    ground = laid(bare(first, other, average="ema"), tmp_path / "second")
+    elsewhere = replace(ground, recipe=replace(ground.recipe, device="cuda", compile="on"))
+    made, wanted = prepare.beginning(elsewhere, 7), prepare.job(ground, 7)
+    assert (made.step, made.cursor, made.total) == (0, 0, 7)
+    sections = made.tensors()
+    for name, section in wanted.tensors().items():
+        assert sections[name].keys() == section.keys()
+        assert all(tensor.device.type == "cpu" for tensor in sections[name].values())
+        assert all(torch.equal(sections[name][key], tensor) for key, tensor in section.items())
+
+
 def test_the_written_recipe_names_a_definite_checkpoint(first: Path, other: Path, tmp_path: Path) -> None:
     (first / "model.json").unlink()
     ground = laid(bare(first, other), tmp_path / "second")
@@ -157,7 +244,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(first: Path, other
     muon = bare(first, other, optim="muon", start_optimizer="keep")
     refused(muon, runs, ConfigError, "start_optimizer: .* was trained with optim=adamw, not muon")
     refused(bare(first, other, start=str(tmp_path / "none")), runs, ConfigError, "start: name a run, a checkpoint")
-    refused(bare(first, other, objective="denoise"), runs, ConfigError, "objective: it needs the special token")
+    grown = bare(first, other, objective="denoise", start_optimizer="keep")
+    refused(grown, runs, ConfigError, "start_optimizer: the objective needs special tokens .*set start_optimizer=fresh")
+    model = settings.flat(settings.read(first / "config.toml")["model"])
+    larger = {f"model.{key}": value for key, value in model.items()} | {"model.vocab": 300}
+    refused(bare(first, other, **larger), runs, ConfigError, r"model\.vocab: it is 257 in .*, not 300; leave model out")
     saved = tmp_path / "saved"
     found = bundle.open_bundle(first)
     bundle.save(saved, found.module.config, weights(found.module), found.tokenizer, {})

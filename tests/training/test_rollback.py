@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import itertools
 import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -20,16 +21,16 @@ from trivium.checkpoints import format
 from trivium.checkpoints.store import Store
 from trivium.config import load, overrides
 from trivium.data.packing import RowBatch, Rows
-from trivium.errors import Diverged
+from trivium.errors import CheckpointError, Diverged
 from trivium.parts.output import SoftmaxOutput
-from trivium.training import loop, prepare
-from trivium.training.events import Event, Said, Validated
+from trivium.training import loop, prepare, rollback
+from trivium.training.events import Event, Progress, Said, Saved, Validated
 from trivium.training.job import Job
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
 from trivium.training.rollback import History
 from trivium.training.session import Session
-from trivium.training.spikes import Rollback
+from trivium.training.spikes import Alarm, Rollback
 
 Make = Callable[..., Recipe]
 
@@ -122,8 +123,8 @@ def test_a_garbage_batch_is_rolled_back_and_left_out(
         Seen(patch, bad, 100.0)
         assert valid_loss(finish(ruined)) > 1.02 * clean
         assert not (ruined.folder / "events.jsonl").exists()
-    seen = Seen(monkeypatch, bad, 100.0)
     session = start(recipe, tmp_path / "guarded")
+    seen = Seen(monkeypatch, bad, 100.0)
     events = finish(session)
     assert abs(valid_loss(events) - clean) < 0.02 * clean
     [entry] = rows(session.folder / "events.jsonl")
@@ -174,7 +175,7 @@ def test_a_crash_in_the_middle_of_a_rollback_loses_nothing(
     class Killed(BaseException):
         pass
 
-    def killed(*_: Any) -> None:
+    def killed(*_: Any) -> NoReturn:
         raise Killed
 
     def half(_: Store, items: Any) -> None:
@@ -187,7 +188,7 @@ def test_a_crash_in_the_middle_of_a_rollback_loses_nothing(
             case "before the log":
                 patch.setattr(History, "write", killed)
             case "after the log":
-                patch.setattr(History, "give_up", killed)
+                patch.setattr(Store, "discard", lambda _, items: any(items) and killed())
             case _:
                 patch.setattr(Store, "discard", half)
         with pytest.raises(Killed):
@@ -221,7 +222,74 @@ def test_a_run_that_keeps_failing_stops_at_a_good_checkpoint_and_names_the_regio
     newest = Store(session.folder / "checkpoints").newest(say=print)
     assert newest is None or newest.step <= entries[-1]["to"]
     widths = [entry["rows"][1] - entry["rows"][0] for entry in entries]
-    assert widths == sorted(widths)
+    assert widths[0] < widths[1] < widths[2]
+
+
+def test_nothing_is_given_up_before_the_log_is_on_the_disk(
+    rolled: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full has no room for the log but lets files be deleted: killed then, the run loses no step."""
+    Seen(monkeypatch, batch_of(rolled, 71), 100.0)
+    session = start(rolled.recipe, tmp_path)
+    kept = tmp_path / "killed" / "small"
+    with monkeypatch.context() as patch:
+        patch.setattr(rollback, "write_atomic", full)
+        events = session.events()
+        next(event for event in events if isinstance(event, Said) and "went back to step 40" in event.text)
+        assert not (session.folder / "events.jsonl").exists()
+        shutil.copytree(session.folder, kept, ignore=shutil.ignore_patterns(".lock"))
+        assert [item.step for item in Store(kept / "checkpoints").checkpoints()] == [20, 40, 50, 60]
+    list(events)
+    # with room again the log comes first, and what it gives up is gone before the next checkpoint
+    assert rows(session.folder / "events.jsonl") == rows(rolled.folder / "events.jsonl")
+    assert_equal_ends(rolled.folder, session.folder, 100)
+    finish(resume(kept))
+    assert_equal_ends(rolled.folder, kept, 100)
+
+
+def test_a_checkpoint_that_was_given_up_is_never_gone_back_to(
+    rolled: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one saved that knows of a rollback which the log does not."""
+    Seen(monkeypatch, batch_of(rolled, 71), 100.0)
+    session = start(rolled.recipe, tmp_path)
+    monkeypatch.setattr(rollback, "write_atomic", full)
+    events = session.events()
+    next(event for event in events if isinstance(event, Said) and "went back to step 40" in event.text)
+    until = itertools.takewhile(lambda event: not (isinstance(event, Progress) and event.step == 90), events)
+    assert not [event for event in until if isinstance(event, Saved)]
+    assert 60 in [item.step for item in session.store.checkpoints()]
+    _, found = session.history.decide(Alarm(100, 101, "loss", ""), [], print)
+    assert found is not None
+    assert found.step == 40
+
+
+def full(*_: Any) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_going_back_is_not_taken_for_a_checkpoint_that_was_saved(
+    rolled: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be saved before a rollback is said to be saved when it is, and not when others are deleted."""
+    Seen(monkeypatch, batch_of(rolled, 71), 100.0)
+    session = start(rolled.recipe, tmp_path)
+    save, back = Store.save, False
+
+    def refusing(this: Store, step: int, **rest: Any) -> Path:
+        return save(this, step, **rest) if back or step <= 50 else full()
+
+    monkeypatch.setattr(Store, "save", refusing)
+    told: list[str] = []
+    for event in session.events():
+        if isinstance(event, Said):
+            told.append(event.text)
+            back = back or "went back to step 40" in event.text
+    refused, went, worked = [text for text in told if text.startswith(("the checkpoint", "the gradient"))]
+    assert refused.startswith("the checkpoint could not be written at step 60")
+    assert "went back to step 40" in went
+    assert worked == "the checkpoint could be written again at step 60"
+    assert_equal_ends(rolled.folder, session.folder, 100)
 
 
 @pytest.mark.parametrize("phase", [70, 71, 72])
@@ -260,6 +328,53 @@ def test_a_spike_before_the_first_checkpoint_leads_back_to_the_beginning(
     assert 0 < before < 60
     assert losses(session.folder)[:before] == losses(clean.folder)[:before]  # the very same beginning
     assert losses(session.folder)[before] != losses(clean.folder)[before]
+
+
+@pytest.mark.parametrize("start_is_there", [True, False])
+def test_a_run_that_began_with_another_goes_back_to_that_or_says_that_it_is_gone(
+    spiky: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_is_there: bool
+) -> None:
+    """Never to random weights; and without it nothing is given up."""
+    first = start(spiky(**{"budget.steps": 4, "evaluate.every": 0.0, "checkpoint.use": "last"}), tmp_path / "first")
+    finish(first)
+    late = {"evaluate.every": 0.0, "checkpoint.every": 58.0, "optim.rate": 1e-4}  # nothing before the spike at 60
+    session = start(spiky(start=str(first.folder), **late), tmp_path / "second")
+    Seen(monkeypatch, batch_of(session, 60), 100.0)
+    events = session.events()
+    next(event for event in events if isinstance(event, Saved))
+    if start_is_there:
+        list(events)
+        [entry] = rows(session.folder / "events.jsonl")
+        assert entry["to"] == 0
+        again = [row["loss"] for row in rows(session.folder / "metrics.jsonl") if row["kind"] == "train"]
+        straight = start(spiky(start=str(first.folder), **late), tmp_path / "straight")
+        assert again[0] == float(next(loop.updates(prepare.job(straight.ground, 100))).loss)
+        return
+    shutil.rmtree(first.folder)
+    with pytest.raises(CheckpointError, match=r"back to its beginning, and its start is gone .*restore that and go on"):
+        list(events)
+    assert not (session.folder / "events.jsonl").exists()
+    assert [item.step for item in session.store.checkpoints()] == [58]
+
+
+def test_a_rollback_to_the_beginning_that_was_cut_short_needs_the_start_too(
+    spiky: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the log and the deletion: the checkpoints that are still there do not stand for the start."""
+    first = start(spiky(**{"budget.steps": 4, "evaluate.every": 0.0}), tmp_path / "first")
+    finish(first)
+    late = {"evaluate.every": 0.0, "checkpoint.every": 58.0}
+    session = start(spiky(start=str(first.folder), **late), tmp_path / "second")
+    Seen(monkeypatch, batch_of(session, 60), 100.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "discard", lambda _, items: any(items) and full())
+        events = session.events()
+        next(event for event in events if isinstance(event, Said) and "went back to the beginning" in event.text)
+        events.close()  # type: ignore[attr-defined]
+    assert [item.step for item in session.store.checkpoints()] == [58]
+    shutil.rmtree(first.folder)
+    with pytest.raises(CheckpointError, match="holds no model"):
+        finish(resume(session.folder))
 
 
 @pytest.mark.parametrize("spike", ["off", "rollback"])

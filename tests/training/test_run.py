@@ -25,6 +25,7 @@ from trivium.evaluation.likelihood import score_text
 from trivium.files import Lock
 from trivium.parts.output import SoftmaxOutput
 from trivium.text.kinds import Bytes, Chars
+from trivium.training import device
 from trivium.training.calibrate import steps_for
 from trivium.training.events import Progress, Said, Sampled, Saved, Validated
 from trivium.training.loop import Update
@@ -250,6 +251,44 @@ def test_a_harmless_change_on_resume_is_printed(small: Make, tmp_path: Path, key
     assert words in said
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_what_depends_on_the_machine_is_settled_on_resume_too(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    """Asked to decide again, the run decides as a new one does, tells what changed and writes that down."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(device, "native_bf16", lambda _: fast)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    session = start(small(), tmp_path)
+    said: list[str] = []
+    left_open = {"device": "auto", "precision": "auto", "compile": "auto", "threads": 0}
+    again = open_run(session.folder, overrides(left_open), say=said.append, tick=silent)
+    found = (again.recipe.device, again.recipe.precision, again.recipe.compile, again.recipe.threads)
+    assert found == ("cpu", "bf16" if fast else "fp32", "off", 3)
+    assert said == ["precision changed from 'fp32' to 'bf16'"] * fast + ["threads changed from 1 to 3"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("bogus", "'bogus' is not a device; try"), ("cuda", "there is no cuda")])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_device_that_is_not_there_is_refused_on_resume(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str, written: bool
+) -> None:
+    """Asked for, or that of the machine on which the run began."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = start(small(), tmp_path).folder
+    config = folder / "config.toml"
+    if written:
+        config.write_text(config.read_text().replace('device = "cpu"', f'device = "{name}"'))
+    before = config.read_text()
+    assert (name in before) is written
+    with pytest.raises(ConfigError, match=f"device: {words}"):
+        resume(folder, **({} if written else {"device": name}))
+    assert config.read_text() == before
+    if written:
+        finish(resume(folder, device="cpu"))
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 def test_the_values_of_the_recipe_win_over_those_of_the_checkpoint(small: Make, tmp_path: Path, optimizer: str) -> None:
     """R10: with a new rate of nearly nothing the weights stay where the checkpoint has them."""
@@ -349,6 +388,21 @@ def test_bad_text_writes_nothing(small: Make, tmp_path: Path, content: bytes, wo
     path.write_bytes(content)
     with pytest.raises(DataError, match=words):
         start(small(**{"data.paths": [str(path)]}), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("train", "valid"), [(1, 3), (3, 1)])
+def test_what_only_a_batch_shows_is_refused_before_anything_is_made(
+    small: Make, tmp_path: Path, train: int, valid: int
+) -> None:
+    """Next sentences need a second document, for training and for validation."""
+    paths = [tmp_path / "train.txt", tmp_path / "valid.txt"]
+    for path, documents in zip(paths, (train, valid), strict=True):
+        path.write_text("\f".join(f"document {number}: {'to be or not to be ' * 40}" for number in range(documents)))
+    pairs = {"objective.frame": "pair", "model.embedding.segments": 2, "model.sentence": "pooler"}
+    data = {"data.paths": [str(paths[0])], "data.valid": str(paths[1])}
+    with pytest.raises(DataError, match=r"objective\.frame: .* needs at least two documents"):
+        start(small("encoder", **pairs, **data), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 

@@ -100,9 +100,8 @@ def test_a_compiled_step_has_the_same_loss(two_heads: Make, tmp_path: Path, kind
 
 
 def test_pairs_from_one_document_are_refused_in_a_sentence(two_heads: Make, text: Path, tmp_path: Path) -> None:
-    session = start(two_heads("pairs", **{"data.paths": [str(text)]}), tmp_path)
     with pytest.raises(DataError, match=r"objective.frame: .*at least two documents"):
-        finish(session)
+        start(two_heads("pairs", **{"data.paths": [str(text)]}), tmp_path)
 
 
 def test_a_model_without_the_head_leaves_nothing_behind(two_heads: Make, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trivium.errors import ConfigError
+
+Shift = Literal["none", "epoch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +20,8 @@ class DataConfig:
     paths: tuple[str, ...] = ()
     # The share of each path in every stretch of training, whatever its size; () means all text as one.
     weights: tuple[float, ...] = ()
+    # Rows are cut at the same places in every epoch, or from the second "epoch" on elsewhere in each.
+    shift: Shift = "none"
     # A fraction of the documents (of the different source sentences), or the path of a text kept for validation.
     valid: float | str = 0.01
     # Documents inside a file are split here; a form feed splits always.
@@ -77,6 +81,8 @@ class DataConfig:
         if self.paired and (self.paths or self.weights):
             name = "paths" if self.paths else "weights"
             raise ConfigError(f"{name}: a run reads text or pairs, not both; leave out data.{name}, or the pairs")
+        if self.paired and self.shift != "none":
+            raise ConfigError("shift: pairs are rows of their own, which are not cut; leave out data.shift")
         if self.valid_source and not self.source:
             raise ConfigError("valid_source: it stands beside data.source; with data.pairs name a file in data.valid")
         if self.source and isinstance(self.valid, str):

@@ -24,13 +24,17 @@ class Ordering(Protocol):
 
 
 class Order:
-    """Each epoch is a fresh permutation that depends on (seed, source, epoch) alone."""
+    """Each epoch is a fresh permutation that depends on (seed, source, epoch) alone.
 
-    def __init__(self, rows: int, batch: int, seed: int, source: int = 0) -> None:
+    So does one of `shifts` numbers, 0 in the first epoch, that says how many times `apart` its row numbers are moved.
+    """
+
+    def __init__(self, rows: int, batch: int, seed: int, source: int = 0, *, shifts: int = 1, apart: int = 0) -> None:
         assert batch > 0
         if rows < 1:
             raise DataError("data.paths: the text is too short for a single row; name more text")
         self.rows, self.size, self.seed, self.source = rows, batch, seed, source
+        self.shifts, self.apart = shifts, apart
         # The permutation in use, kept because drawing one takes seconds for 10**8 rows; never a part of the state.
         self._epoch, self._permutation = -1, np.empty(0, np.int64)
 
@@ -58,7 +62,10 @@ class Order:
             # the last word of the counter is never reached by counting: a stream of its own for each source
             counter = np.array([0, 0, 0, self.source], np.uint64)
             generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
-            self._epoch, self._permutation = epoch, generator.permutation(self.rows)
+            rows = generator.permutation(self.rows)
+            shift = int(generator.integers(self.shifts)) if epoch else 0
+            rows += shift * self.apart
+            self._epoch, self._permutation = epoch, rows
         return self._permutation
 
 

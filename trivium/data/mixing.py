@@ -8,33 +8,43 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from trivium.data.config import DataConfig
 from trivium.data.loader import Order, Ordering, RowNumbers
 from trivium.data.packing import Rows
+from trivium.data.shards import Stream
 from trivium.errors import ConfigError, DataError
 
 PERIOD = 10_000  # weights are taken to a hundredth of a percent, so that the pattern of sources repeats after so many
 
 
+def training_rows(stream: Stream, length: int, config: DataConfig) -> Rows:
+    """The rows that a run learns from; sources that are mixed are moved each in its own epochs, so each has its own."""
+    if config.shift == "none":
+        return Rows(stream, length)
+    return Rows(stream, length, shifts=length, rings=stream.sources if config.weights else (0,))
+
+
 def ordering(rows: Rows, weights: Sequence[float], batch: int, seed: int) -> Ordering:
     """The order of a text: all of it in one epoch after the other, or its sources mixed by `weights`."""
     if not weights:
-        return Order(len(rows), batch, seed)
+        return Order(len(rows), batch, seed, shifts=rows.shifts, apart=len(rows))
     sources = rows.stream.sources
     if len(sources) != len(weights):
         raise ConfigError(f"data.weights: {len(weights)} weights for {len(sources)} sources; give one for each")
     # a row belongs to the source in which it begins
-    first = [-(-start // rows.length) for start in sources]
-    return Mixture([*first, len(rows)], weights, batch, seed)
+    return Mixture([*map(rows.first, sources), len(rows)], weights, batch, seed, shifts=rows.shifts)
 
 
 class Mixture:
     """The rows of every global batch: which source comes at a position is fixed, which of its rows follows its Order.
 
     Source k holds the rows from `bounds[k]` up to `bounds[k + 1]`. After any number of rows each source has had its
-    share of them within one row.
+    share of them within one row. `shifts` are those of an Order.
     """
 
-    def __init__(self, bounds: Sequence[int], weights: Sequence[float], batch: int, seed: int) -> None:
+    def __init__(
+        self, bounds: Sequence[int], weights: Sequence[float], batch: int, seed: int, *, shifts: int = 1
+    ) -> None:
         sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
         assert len(sizes) == len(weights)
         short = [number for number, size in enumerate(sizes, 1) if size < 1]
@@ -42,7 +52,9 @@ class Mixture:
             raise DataError(f"data.paths: the text of path {short[0]} is too short for a single row; name more text")
         self.size = batch
         self._first = bounds[:-1]
-        self._orders = [Order(rows, batch, seed, source) for source, rows in enumerate(sizes)]
+        self._orders = [
+            Order(rows, batch, seed, source, shifts=shifts, apart=bounds[-1]) for source, rows in enumerate(sizes)
+        ]
         self._pattern = pattern(quotas(weights))
         sources = np.arange(len(sizes))
         # before[i, k]: rows of source k among the first i of a period

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trivium.config import dump
 from trivium.data import shards
 from trivium.data.config import DataConfig
-from trivium.data.shards import MANIFEST, Shards, _scratch, _sealed, open_shards
+from trivium.data.shards import Shards, publish
 from trivium.data.sources import Source, files, held_out, lines, texts
-from trivium.data.writing import DTYPES, FORMAT, Split, _Writer
+from trivium.data.writing import Writer, manifest, writers
 from trivium.errors import DataError
-from trivium.files import sync_folder, write_synced
 from trivium.text.tokenizer import Tokenizer
 
 _BATCH = 2048  # pairs for the tokenizer at a time
@@ -75,16 +70,7 @@ def build(
     """Encode the text or the pairs that `config` names into `folder`, which appears whole or not at all."""
     if not config.paired:
         return shards.build(config, tokenizer, folder, progress=progress, say=say)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} exists already; remove it or name another folder")
-    with _scratch(folder) as scratch:
-        manifest = _Build(config, tokenizer, scratch, progress).run(say)
-        tokenizer.save(scratch / "tokenizer.json")
-        write_synced(scratch / MANIFEST, json.dumps(_sealed(manifest), ensure_ascii=False, indent=1).encode())
-        sync_folder(scratch)
-        os.rename(scratch, folder)
-        sync_folder(folder.parent)
-    return open_shards(folder, tokenizer_digest=tokenizer.digest)
+    return publish(folder, tokenizer, lambda scratch: _Build(config, tokenizer, scratch, progress).run(say))
 
 
 def paired(made: Shards) -> bool:
@@ -106,11 +92,9 @@ class _Build:
         self.total = sum(path.stat().st_size for path in (*self.train_files, *self.valid_files))
 
     def run(self, say: Callable[[str], None]) -> dict[str, Any]:
-        dtype = "uint16" if self.tokenizer.size <= 1 << 16 else "uint32"
-        with (
-            _writing(self.folder, "train", dtype, self.tokenizer) as train,
-            _writing(self.folder, "valid", dtype, self.tokenizer) as valid,
-        ):
+        with writers(self.folder, self.tokenizer) as (train, valid):
+            train.mark()
+            valid.mark()
             self._encode(self.train_files, lambda pair: valid if held_out(pair.source, self.fraction) else train)
             if self.valid_files:
                 self._encode(self.valid_files, lambda _: valid)
@@ -121,19 +105,9 @@ class _Build:
             raise DataError(f"{names}: there is no pair to learn from; name more pairs or lower data.valid")
         if not valid.documents and (self.fraction or self.valid_files):
             raise DataError(f"{names}: no pair is kept for validation; raise data.valid, or set it to 0")
-        tokenizer = {"kind": self.tokenizer.kind, "size": self.tokenizer.size, "digest": self.tokenizer.digest}
-        return {
-            "format": FORMAT,
-            "form": "pairs",
-            "dtype": dtype,
-            "tokenizer": tokenizer,
-            "splits": {"train": train.told(), "valid": valid.told()},
-            "files": train.entries() | valid.entries(),
-            "sources": [{"path": str(s.path), "size": s.size, "sha256": s.sha256} for s in self.sources],
-            "config": dump(self.config),
-        }
+        return {**manifest(self.config, self.tokenizer, self.sources, train, valid), "form": "pairs"}
 
-    def _encode(self, paths: list[Path], choose: Callable[[Pair], _Writer]) -> None:
+    def _encode(self, paths: list[Path], choose: Callable[[Pair], Writer]) -> None:
         stream = read_pairs(paths, self.config.columns, read=self._tick, done=self.sources.append)
         while batch := list(itertools.islice(stream, _BATCH)):
             sides = [self.tokenizer.encode_many([pair[side] for pair in batch]) for side in (0, 1)]
@@ -149,18 +123,6 @@ class _Build:
     def _tick(self, count: int) -> None:
         self.read += count
         self.progress(self.read, self.total)
-
-
-@contextlib.contextmanager
-def _writing(folder: Path, split: Split, dtype: str, tokenizer: Tokenizer) -> Iterator[_Writer]:
-    """One split, which is on the disk when the context ends well."""
-    writer = _Writer(folder, split, DTYPES[dtype], tokenizer.end)
-    writer.mark()
-    try:
-        yield writer
-        writer.close()
-    finally:
-        writer.abandon()
 
 
 def _side_by_side(source: Path, target: Path, read: Read, done: Done | None) -> Iterator[Pair]:

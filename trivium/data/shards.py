@@ -75,12 +75,17 @@ def build(
     say: Callable[[str], None],
 ) -> Shards:
     """Encode the text that `config` names into `folder`, which appears whole or not at all."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} exists already; remove it or name another folder")
     if built_shards(config):
         raise DataError(f"data.paths: {config.paths[0]} is a folder of built shards already; name the text itself")
+    return publish(folder, tokenizer, lambda scratch: Build(config, tokenizer, scratch, progress).run(say))
+
+
+def publish(folder: Path, tokenizer: Tokenizer, write: Callable[[Path], Mapping[str, Any]]) -> Shards:
+    """The shards that `write` makes in a folder it is given and tells the manifest of; whole in `folder` or nowhere."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder} exists already; remove it or name another folder")
     with _scratch(folder) as scratch:
-        manifest = Build(config, tokenizer, scratch, progress).run(say)
+        manifest = write(scratch)
         tokenizer.save(scratch / "tokenizer.json")
         write_synced(scratch / MANIFEST, json.dumps(_sealed(manifest), ensure_ascii=False, indent=1).encode())
         sync_folder(scratch)

@@ -13,12 +13,13 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, Literal, NamedTuple, cast
 
 from trivium.data.config import DataConfig
 from trivium.errors import DataError
+from trivium.text.tokenizer import Tokenizer
 
 PIECE = 1 << 16  # characters; 16 of them keep two cores busy while the encodings stay near 100 MB
 _CHUNK = 1 << 20
@@ -27,10 +28,17 @@ _HASHED = 4096  # characters of a document that decide its split
 _TEXT = (".txt", ".text", ".md", ".jsonl")
 _COMPRESSED = (".gz", ".xz")
 
-# A byte-level BPE never joins what these places separate: the GPT-2 pre-split has no match with whitespace behind a
-# non-whitespace character, and its only look-ahead, `\s+(?!\S)`, never reaches past the non-whitespace character that
-# stands before the cut. Python's \S leaves out U+001C to U+001F, the library's does not: the cut takes the stricter.
-_BORDER = re.compile(r"(?<=\S)[ \t\r\n]")
+Cut = Literal["anywhere", "white", "space"]
+_BORDERS: dict[Cut, re.Pattern[str]] = {
+    # A byte-level BPE never joins what these places separate: the GPT-2 pre-split has no match with whitespace behind
+    # a non-whitespace character, and its only look-ahead, `\s+(?!\S)`, never reaches past the non-whitespace character
+    # that stands before the cut. Python's \S leaves out U+001C to U+001F, the library's does not: the cut takes the
+    # stricter. Kinds that drop white space, or part words at it, are as content.
+    "white": re.compile(r"(?<=\S)[ \t\r\n]"),
+    # SentencePiece's pieces begin at spaces, and only there; the character behind keeps the next piece from being a
+    # space alone, which `encoded` could not take away.
+    "space": re.compile(r" (?=.)", re.DOTALL),
+}
 
 
 class Piece(NamedTuple):
@@ -84,25 +92,41 @@ def pieces(
     *,
     separator: str,
     field: str,
-    exact_cut: bool = False,
+    cut: Cut = "white",
     read: Callable[[int], None],
     done: Callable[[Source], None] | None = None,
     size: int = PIECE,
 ) -> Iterator[Piece]:
-    """Every document of `paths` in pieces of about `size` characters whose BPE ids join to those of the whole.
+    """Every document of `paths` in pieces of about `size` characters that `cut` says where to end.
 
-    `read` hears how many bytes were consumed, `done` the size and hash of each finished file. With `exact_cut` a
-    piece may end anywhere; without it a run of 16 pieces that offers no place to cut is cut all the same.
+    `read` hears how many bytes were consumed, `done` the size and hash of each finished file. A run of 16 pieces that
+    offers no place to cut is cut all the same.
     """
     for path in files(paths):
         spoken = False
         with _opened(path, read, done) as stream:
             runs = _lines(stream, path, field) if _is_lines(path) else _split(_text(stream, path), separator)
-            for text, first, last in _cut(runs, size, exact_cut):
+            for text, first, last in _cut(runs, size, cut):
                 spoken = spoken or not text.isspace()
                 yield Piece(text, first, last, path)
             if not spoken:
                 raise DataError(f"{path} is empty: it holds no text; remove it or name another file")
+
+
+def cut_for(tokenizer: Tokenizer) -> Cut:
+    """Where a document may be cut so that the ids of its pieces join to those of the whole."""
+    if tokenizer.exact_cut:
+        return "anywhere"
+    # A tokenizer that puts a space of its own in front of a text and keeps all the others.
+    return "space" if tokenizer.joint.drop == "first" and tokenizer.encode(" ") else "white"
+
+
+def encoded(tokenizer: Tokenizer, batch: Sequence[Piece], cut: Cut) -> list[list[int]]:
+    """The ids of some pieces that were cut so."""
+    # The space that the tokenizer puts in front of a later piece stands for the one that it begins with.
+    inner = [cut == "space" and not piece.first and len(piece.text) > 1 for piece in batch]
+    texts = [piece.text.removeprefix(" ") if later else piece.text for piece, later in zip(batch, inner, strict=True)]
+    return tokenizer.encode_many(texts)
 
 
 def lines(path: Path, *, read: Callable[[int], None], done: Callable[[Source], None] | None = None) -> Iterator[str]:
@@ -120,17 +144,23 @@ def lines(path: Path, *, read: Callable[[int], None], done: Callable[[Source], N
 
 
 def texts(config: DataConfig, *, read: Callable[[int], None]) -> Iterator[str]:
-    """The text of the training documents, for training a tokenizer; of all documents if the split leaves none."""
+    """The text of the training documents, for training a tokenizer; all of a path that will be cut in two."""
     fraction = 0.0 if isinstance(config.valid, str) else config.valid
-    none, kept = True, True
-    for piece in pieces(config.paths, separator=config.separator, field=config.field, read=read):
-        kept = not held_out(piece.text, fraction) if piece.first else kept
-        if kept:
-            none = False
+    unseen = []
+    for path in config.paths:
+        none, kept = True, True
+        for piece in pieces([path], separator=config.separator, field=config.field, read=read):
+            kept = not held_out(piece.text, fraction) if piece.first else kept
+            if kept:
+                none = False
+                yield piece.text
+        if none:
+            unseen.append(path)
+    one_by_one = config.weights or len(unseen) == len(config.paths)
+    least = 0.0 if one_by_one else fraction * total_bytes(config.paths)
+    for path in (path for path in unseen if total_bytes([path]) > least):
+        for piece in pieces([path], separator=config.separator, field=config.field, read=lambda _: None):
             yield piece.text
-    if none:
-        again = pieces(config.paths, separator=config.separator, field=config.field, read=lambda _: None)
-        yield from (piece.text for piece in again)
 
 
 def held_out(text: str, fraction: float) -> bool:
@@ -308,7 +338,7 @@ def _member(line: str, field: str, where: str) -> str:
     return text
 
 
-def _cut(runs: Iterable[str | None], size: int, exact: bool) -> Iterator[tuple[str, bool, bool]]:
+def _cut(runs: Iterable[str | None], size: int, cut: Cut) -> Iterator[tuple[str, bool, bool]]:
     """Runs of text as pieces of documents; documents without a character are left out."""
     held, first = "", True
     for run in runs:
@@ -319,19 +349,19 @@ def _cut(runs: Iterable[str | None], size: int, exact: bool) -> Iterator[tuple[s
             continue
         held = held + run if held else run
         start = 0
-        while at := _place(held, start + size, size, exact):
+        while at := _place(held, start + size, size, cut):
             yield held[start:at], first, False
             start, first = at, False
         held = held[start:]
 
 
-def _place(text: str, start: int, size: int, exact: bool) -> int:
+def _place(text: str, start: int, size: int, cut: Cut) -> int:
     """Where to cut `text` at or after `start`, with at least a character behind the cut; 0 if not yet."""
     if len(text) <= start:
         return 0
-    if exact:
+    if cut == "anywhere":
         return start
     end = start + 15 * size
-    if border := _BORDER.search(text, start, end):
+    if border := _BORDERS[cut].search(text, start, end):
         return border.start()
     return end if len(text) > end else 0

@@ -14,7 +14,7 @@ from trivium.data.bucketing import Examples
 from trivium.data.loader import Ordering
 from trivium.models.transformer import Transformer, load_weights, weights
 from trivium.objectives.objective import Task
-from trivium.optim.averaging import Average, NoAverage
+from trivium.optim.averaging import Average
 from trivium.optim.optimizers import Optimizer
 from trivium.training.guards import Soundness
 from trivium.training.recipe import Recipe
@@ -83,9 +83,3 @@ class Job:
             return weights(self.model)
         with self.in_use():
             return {name: tensor.clone() for name, tensor in weights(self.model).items()}
-
-
-def weights_of(read: Callable[[str], dict[str, Tensor]], recipe: Recipe) -> dict[str, Tensor]:
-    """The same from a checkpoint: `read` gives the tensors of a section."""
-    averaged = {} if isinstance(recipe.average, NoAverage) else read("average")
-    return {**read("model"), **averaged}

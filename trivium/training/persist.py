@@ -88,19 +88,18 @@ class Record:
         self.samples = Journal(home.folder / "samples.jsonl")
         self.trackers = trackers
         self.gone = False  # whether the folder had to be made again and holds no checkpoint yet
-        self._untold: list[Mapping[str, Any]] = []
-        self._told = 0  # the last step that the trackers know whole, if they must hear of something again
-        self._again = False
+        self._untold: list[Mapping[str, Any]] | None = []  # None: the trackers must hear everything from the start
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows for the metrics and whoever tracks them, in memory until the next flush."""
         lines = list(rows)
         self.metrics.add(lines)
-        self._untold += lines
+        if self._untold is not None:
+            self._untold += lines
 
     def cut(self, step: int) -> None:
         """Forget what comes after `step`, on the disk as soon as it lets us."""
-        self._untold, self._told, self._again = [], step, True
+        self._untold = None
         for journal in (self.metrics, self.samples):
             with contextlib.suppress(OSError):
                 journal.cut(step)
@@ -110,7 +109,7 @@ class Record:
         if self.home.restore():
             self.gone = True
             self.history.saved = False
-            self._untold, self._told, self._again = [*self.metrics.rows()], 0, True
+            self._untold = None
 
     def flush(self) -> None:
         self.restore()
@@ -118,14 +117,14 @@ class Record:
             self.history.write()
         self.metrics.flush()
         self.samples.flush()
-        if self._again:
-            for tracker in self.trackers:
-                tracker.cut(self._told)
-        self._again = True  # until all have heard everything: one that failed in the middle would hear it twice
-        for tracker in self.trackers if self._untold else ():
-            tracker.write(self._untold)
-        self._told = max((row["step"] for row in self._untold), default=self._told)
-        self._untold, self._again = [], False
+        # nobody knows what a tracker that failed in the middle has heard: then all of them begin again
+        untold, self._untold = self._untold, None
+        for tracker in self.trackers:
+            if untold is None:
+                tracker.restart(self.metrics.rows())
+            elif untold:
+                tracker.write(untold)
+        self._untold = []
 
     def close(self) -> None:
         self.metrics.close()

@@ -9,25 +9,27 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from trivium import config as settings
-from trivium.checkpoints.store import Store
 from trivium.data import shards as data
 from trivium.data.bucketing import Buckets, Examples, Pairs
 from trivium.data.loader import Order, Ordering
-from trivium.data.mixing import ordering
+from trivium.data.mixing import ordering, training_rows
 from trivium.data.packing import Rows
 from trivium.data.pairs import build as build_shards
 from trivium.data.pairs import paired, training_files, training_texts
-from trivium.data.shards import Shards, Stream
+from trivium.data.shards import Shards
 from trivium.errors import CheckpointError, ConfigError, DataError
 from trivium.files import remove, temporary, write_synced
 from trivium.models.transformer import build, with_vocab
+from trivium.objectives.masked import Masked
 from trivium.objectives.objective import Task
 from trivium.objectives.seq2seq import Seq2Seq
 from trivium.text.kinds import File
@@ -58,27 +60,33 @@ class Ground:
 
     @property
     def train(self) -> Examples:
-        return self._examples(self.shards.train)
+        stream, length = self.shards.train, self.task.length
+        return Pairs(stream, length) if paired(self.shards) else training_rows(stream, length, self.recipe.data)
 
     @property
     def valid(self) -> Examples:
-        return self._examples(self.shards.valid)
-
-    def _examples(self, stream: Stream) -> Examples:
-        return Pairs(stream, self.task.length) if paired(self.shards) else Rows(stream, self.task.length)
+        return (Pairs if paired(self.shards) else Rows)(self.shards.valid, self.task.length)
 
     @property
     def identity(self) -> str:
         """Equal exactly when a checkpoint of one run means the same to the other."""
         fixed = settings.flat(self.recipe)
-        prefixes = ("model.", "objective.", "optim.kind", "average.kind", "data.weights")
+        prefixes = ("model.", "objective.", "optim.kind", "average.kind", "data.weights", "data.shift")
         kept = {key: value for key, value in fixed.items() if key.startswith(prefixes)}
         batch = self.recipe.batch
         content = {**kept, "seed": self.recipe.seed, batch.unit: batch.size, "data": self.shards.digest}
         return settings.hashed({**content, "sources": list(self.shards.train.sources)})
 
 
-def lay(recipe: Recipe, runs: Path, *, say: Say, tick: Tick, clock: Callable[[], float] = time.monotonic) -> Ground:
+def lay(
+    recipe: Recipe,
+    runs: Path,
+    *,
+    parts: Sequence[type[Any]] = (),
+    say: Say,
+    tick: Tick,
+    clock: Callable[[], float] = time.monotonic,
+) -> Ground:
     """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text."""
     folder = runs / recipe.name
     if not recipe.name:
@@ -92,7 +100,7 @@ def lay(recipe: Recipe, runs: Path, *, say: Say, tick: Tick, clock: Callable[[],
             "budget: nothing says how long to train; add budget.steps=N, budget.tokens=N or budget.minutes=N"
         )
     recipe = replace(settle(recipe), data=recipe.data.below(Path.cwd()))
-    recipe = start.taken_over(recipe, say=say)
+    recipe = start.taken_over(recipe, parts=parts, say=say)
     built = data.built_shards(recipe.data)
     if built is None:
         _check_form(recipe, pairs=recipe.data.paired)
@@ -102,13 +110,14 @@ def lay(recipe: Recipe, runs: Path, *, say: Say, tick: Tick, clock: Callable[[],
         recipe = replace(recipe, tokenizer=File(path=str(built / "tokenizer.json")))
     with _scratch(folder) as scratch:
         tokenizer, shards = _text(recipe, scratch, say, tick)
-        start.check_tokenizer(recipe, tokenizer)
+        recipe = start.with_specials(recipe, tokenizer, say=say)
         recipe = replace(recipe, model=with_vocab(recipe.model, tokenizer.size))
         build(recipe.model, device="meta")  # what only building shows is refused before anything stays behind
         ground = _ground(scratch, recipe, tokenizer, shards)
         for sentence in _about_pairs(ground):
             say(sentence)
         _order(recipe, ground.train)
+        _try_batches(ground)
         with enough_memory(recipe):
             ground = replace(ground, recipe=_with_micro(ground, say))
             ground = replace(ground, recipe=_with_steps(ground, clock))
@@ -142,8 +151,11 @@ def _ground(folder: Path, recipe: Recipe, tokenizer: Tokenizer, shards: Shards) 
     return Ground(folder=folder, recipe=recipe, tokenizer=tokenizer, shards=shards, task=task)
 
 
-def job(ground: Ground, total: int) -> Job:
-    """A job at step 0 with newly drawn weights, or with those that the recipe starts from."""
+def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
+    """A job at step 0 with newly drawn weights, or with those that the recipe starts from.
+
+    Without `begin` it is about to take up a checkpoint, and the recipe's start need not be there any more.
+    """
     recipe = ground.recipe
     device = torch.device(recipe.device)
     torch.set_num_threads(recipe.threads)
@@ -168,13 +180,21 @@ def job(ground: Ground, total: int) -> Job:
         total=total,
         micro=recipe.micro,
     )
-    try:
+    if begin:
         start.begin(made)
-    except CheckpointError:
-        # a run that has checkpoints of its own goes on without the model that it began with
-        if not Store(ground.folder / "checkpoints").checkpoints():
-            raise
     return made
+
+
+def beginning(ground: Ground, total: int) -> Job:
+    """The job at step 0 to copy from, on the CPU: the device has no room for two."""
+    recipe = replace(ground.recipe, device="cpu", compile="off")
+    try:
+        return job(replace(ground, recipe=recipe), total)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the run must go back to its beginning, and its start is gone ({error}); "
+            f"restore that and go on with `trivium train {ground.folder}`"
+        ) from None
 
 
 def trackers(ground: Ground) -> list[track.Tracker]:
@@ -268,6 +288,10 @@ def _check_form(recipe: Recipe, *, pairs: bool) -> None:
         raise ConfigError("data: objective=seq2seq learns from pairs; set data.source and data.target, or data.pairs")
     if recipe.batch.tokens and not pairs:
         raise ConfigError("batch.tokens: rows of text are all of one length; set batch.rows instead")
+    if recipe.data.shift != "none" and (
+        pairs or (isinstance(recipe.objective, Masked) and recipe.objective.frame == "pair")
+    ):
+        raise ConfigError("data.shift: only rows that are cut from a text one after another can be; leave it out")
 
 
 def _order(recipe: Recipe, rows: Examples) -> Ordering:
@@ -288,6 +312,13 @@ def _tokens_per_step(recipe: Recipe, rows: Examples) -> float:
     order = _order(recipe, rows)
     steps = len(order) if isinstance(order, Buckets) else len(rows) / order.size  # of an epoch
     return rows.labels / steps
+
+
+def _try_batches(ground: Ground) -> None:
+    """Refuse what only a batch shows, such as texts that are too few for the objective."""
+    for rows in (ground.train, ground.valid):
+        if len(rows):
+            ground.task.inputs(rows.take(np.zeros(1, np.int64)), np.random.default_rng(ground.recipe.seed))
 
 
 def _about_pairs(ground: Ground) -> Iterator[str]:

@@ -54,6 +54,7 @@ class History:
         self.batch = batch  # rows
         self.returns: list[Return] = []
         self.saved = True  # whether the log on the disk says the same
+        self.cleared = False  # whether the checkpoints that it gives up are gone
 
     def read(self) -> None:
         """Take the rollbacks of earlier sittings from the log."""
@@ -63,9 +64,9 @@ class History:
             raise CheckpointError(f"{self.path} is damaged; restore it from a copy or delete it") from None
 
     def add(self, entry: Return) -> None:
-        """One more rollback, to be written before anything is given up because of it."""
+        """One more rollback, in memory until the log is written."""
         self.returns.append(entry)
-        self.saved = False
+        self.saved = self.cleared = False
 
     def write(self) -> None:
         """Bring the log to the disk."""
@@ -85,14 +86,13 @@ class History:
                 merged.append((first, end))
         return merged
 
-    def clear(self) -> None:
-        """Remove the checkpoints that rollbacks gave up and a killed process left."""
-        stale = [item for item in self.store.checkpoints() if self._stale(item)]
-        self.store.discard(stale)
-
-    def give_up(self, entry: Return) -> None:
-        """Remove the checkpoints behind the one that a rollback goes back to."""
-        self.store.discard(item for item in self.store.checkpoints() if item.step > entry.to)
+    def settle(self) -> None:
+        """Bring the log to the disk, then remove the checkpoints that it gives up; an OSError leaves the rest."""
+        if not self.saved:
+            self.write()
+        if not self.cleared:
+            self.store.discard(item for item in self.store.checkpoints() if self._stale(item))
+            self.cleared = True
 
     def _stale(self, item: Listed) -> bool:
         try:
@@ -132,7 +132,8 @@ class History:
 
     def _checkpoint(self, onset: int, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole one `margin` steps before the onset; else the oldest before the damage; else none."""
-        listed = [item for item in self.store.checkpoints() if item.step < onset - self.options.patience]
+        before = [item for item in self.store.checkpoints() if item.step < onset - self.options.patience]
+        listed = [item for item in before if not self._stale(item)]  # the disk may have refused to let go of some
         old = [item for item in listed if item.step <= onset - self.options.margin]
         for item in [*old[::-1], *listed[len(old) :]]:
             try:

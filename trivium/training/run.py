@@ -13,6 +13,7 @@ from trivium.data.pairs import build
 from trivium.errors import CheckpointError, ConfigError
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import prepare
+from trivium.training.device import settle
 from trivium.training.prepare import Ground, Say, Tick
 from trivium.training.recipe import FIXED, Recipe
 from trivium.training.session import Session
@@ -58,7 +59,7 @@ def open_run(
         if not data_dir.is_dir():
             raise ConfigError(f"--data-dir: {data_dir} is not a folder")
         recipe = replace(recipe, data=recipe.data.below(data_dir))
-    return Session(prepare.lay(recipe, runs, say=say, tick=tick), say)
+    return Session(prepare.lay(recipe, runs, parts=parts, say=say, tick=tick), say)
 
 
 def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]], say: Say, tick: Tick) -> Ground:
@@ -73,7 +74,7 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
         raise CheckpointError(
             f"{folder} holds checkpoints for another configuration: its model is not a preset any more"
         )
-    recipe = settings.load(Recipe, written, layer, parts=parts)
+    recipe = settle(settings.load(Recipe, written, layer, parts=parts))
     before = settings.flat(settings.load(Recipe, written, parts=parts))
     changed = {key: value for key, value in settings.flat(recipe).items() if before.get(key) != value}
     unsafe = [key for key in changed if key.startswith(FIXED)]

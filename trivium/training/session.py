@@ -21,7 +21,7 @@ from trivium.generation.text import complete
 from trivium.training import prepare
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
 from trivium.training.guards import Signals, Soundness, enough_memory
-from trivium.training.job import Job, weights_of
+from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
 from trivium.training.persist import WAITS, Home, Record, Retry, reason
 from trivium.training.prepare import Ground, Say
@@ -72,8 +72,7 @@ class Session:
         """Train, and tell what happens; closing the iterator early leaves a valid run behind."""
         with self.home, Signals() as signals, enough_memory(self.recipe, self.folder):
             try:
-                job = prepare.job(self.ground, self.recipe.budget.steps)
-                yield from self._resume(job)
+                job = yield from self._resume()
                 while (alarm := (yield from self._train(job, signals))) is not None:
                     yield from self._go_back(job, alarm)
                 yield from self._finish(job, signals)
@@ -238,6 +237,7 @@ class Session:
 
     def _checkpoint(self, job: Job) -> Path:
         self.record.restore()
+        self.history.settle()  # a checkpoint that knows more than the log would never be found stale
         state = {
             **job.state(),
             "identity": self.ground.identity,
@@ -257,15 +257,14 @@ class Session:
         """Whether this very step has a lower validation loss than every checkpoint."""
         return self.score is not None and self.score < self.kept
 
-    def _resume(self, job: Job) -> Iterator[Event]:
-        """Go back to the newest whole checkpoint, if there is one."""
+    def _resume(self) -> Generator[Event, None, Job]:
+        """The job as it was at the newest whole checkpoint, or at the beginning if there is none."""
         self.history.read()
-        self.history.clear()
+        self.history.settle()
         found = self.store.newest(say=self.notes.append)
         yield from self._told()
         if found is None and (self.folder / bundle.CARD).is_file():
             raise CheckpointError(f"{self.folder} has a model but no checkpoint to go on from; start a new run")
-        self.home.describe()
         if found is not None:
             if format.document(found.path, "state").get("identity") != self.ground.identity:
                 raise CheckpointError(
@@ -273,21 +272,23 @@ class Session:
                 )
             if changed := changed_sources(self.ground.shards):
                 raise CheckpointError(f"{changed[0]} has changed since the run began; restore it, or start a new run")
+        job = prepare.job(self.ground, self.recipe.budget.steps, begin=found is None)
+        self.home.describe()
         self._load(job, found)
         self.record.flush()
         if found is not None:
             yield Said(f"went on from {found.path}" if job.step < job.total else f"all {job.total} steps are done")
+        return job
 
-    def _load(self, job: Job, found: Checkpoint | None) -> None:
-        """Take up the state of a checkpoint, or of the beginning, with all that is known about it by now."""
+    def _load(self, job: Job, found: Checkpoint | None, fresh: Job | None = None) -> None:
+        """Take up the state of a checkpoint or of a fresh job, with all that is known about it by now."""
         self.best = self.kept = math.inf
         if found is not None:
             state = format.document(found.path, "state")
             job.load(lambda section: format.tensors(found.path, section), found.step, state)
             self.best = self.kept = math.inf if state["best"] is None else float(state["best"])
             self.seconds = max(self.seconds, float(state["seconds"]))
-        elif job.step:
-            fresh = prepare.job(self.ground, job.total)
+        elif fresh is not None:
             sections = fresh.tensors()
             job.load(lambda section: sections[section], 0, fresh.state())
         job.skipped = self.history.spans(job.skipped)
@@ -305,10 +306,13 @@ class Session:
         """Answer an alarm: the log first, then the checkpoints that it gives up, then the weights."""
         at = job.step
         entry, found = self.history.decide(alarm, job.skipped, self.notes.append)
+        # its start may be gone: then nothing has been given up yet
+        fresh = prepare.beginning(self.ground, job.total) if found is None else None
         self.history.add(entry)
         self.lines.attempt(at, self.record.flush, now=True)
-        self.saves.attempt(at, lambda: self.history.give_up(entry), now=True)
-        self._load(job, found)
+        with contextlib.suppress(OSError):  # what is left is settled before the next checkpoint
+            self.history.settle()
+        self._load(job, found, fresh)
         self.lines.attempt(at, self.record.flush, now=True)
         self.notes.append(entry.told())
         yield from self._told()
@@ -349,6 +353,7 @@ class Session:
         """The model for use (the best checkpoint or the last step), and the report."""
         self.record.flush()
         self.lines.over(job.step)
+        self.history.settle()
         if self.saves.trouble is not None or self.record.gone:
             self._checkpoint(job)
             self.saves.over(job.step)
@@ -356,7 +361,7 @@ class Session:
         if self.recipe.checkpoint.use == "best":
             best = self.store.best(say=self.notes.append)
             if best is not None and best.step != step:
-                step, tensors = best.step, weights_of(lambda section: format.tensors(best.path, section), self.recipe)
+                step, tensors = best.step, bundle.weights_in(best.path, best.manifest)
                 self.notes.append(f"the model is that of step {step}, where the validation loss was lowest")
         scores = [r for r in self.record.metrics.rows() if r.get("kind") == "valid" and r["step"] == step]
         origin = {"run": self.recipe.name, "step": step, "valid": scores[-1] if scores else None}

@@ -1,19 +1,28 @@
-"""Beginning with another model's weights: new data, schedule and budget, the same architecture and tokenizer."""
+"""Beginning with another model's weights: new data, schedule and budget, the same architecture and tokenizer.
+
+The optimizer decides which weights: a fresh one begins with those for use, averaged where the start kept an average; a
+kept one with the raw weights that its moments belong to. An objective that needs special tokens which the start has not
+adds them, with new rows; nothing else may differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from trivium import config as settings
 from trivium.checkpoints import bundle, format
+from trivium.checkpoints.format import Manifest
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import sha256
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import load_weights
+from trivium.models.transformer import empty, load_weights, weights
+from trivium.models.vocabulary import extend
 from trivium.optim.optimizers import OPTIMIZERS
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
@@ -29,17 +38,19 @@ class Origin(NamedTuple):
     settings: Mapping[str, Any]  # `model`, and `optim` where a run wrote it
 
 
-def taken_over(recipe: Recipe, *, say: Callable[[str], None]) -> Recipe:
+def taken_over(recipe: Recipe, *, parts: Sequence[type[Any]] = (), say: Callable[[str], None]) -> Recipe:
     """The recipe with what it takes over from its start: a definite checkpoint, the model and the tokenizer."""
     if not recipe.start:
         return recipe
     origin = _find(Path(recipe.start).absolute(), keep=recipe.start_optimizer == "keep", say=say)
     try:
-        model = settings.load(ModelConfig, origin.settings.get("model", {}))
+        model = settings.load(ModelConfig, origin.settings.get("model", {}), parts=parts)
     except ConfigError as error:
         raise CheckpointError(f"{origin.home} cannot be opened: {error}") from None
+    # a written recipe names the vocabulary that the model grew to; whether it has to is seen with the tokenizer
+    grown = replace(model, vocab=max(model.vocab, recipe.model.vocab))
     given = MODEL if recipe.model == MODEL else replace(recipe.model, vocab=recipe.model.vocab or model.vocab)
-    if given not in (MODEL, model):
+    if given not in (MODEL, grown):
         raise ConfigError(f"model: it is not that of {origin.home} ({_difference(model, given)}); leave model out")
     if recipe.start_optimizer == "keep":
         _check_optimizer(recipe, origin)
@@ -48,72 +59,99 @@ def taken_over(recipe: Recipe, *, say: Callable[[str], None]) -> Recipe:
     if tokenizer == TOKENIZER:
         tokenizer = File(path=str(origin.home / bundle.TOKENIZER))
     say(f"begins with the weights in {origin.path}")
-    return replace(recipe, start=str(origin.path), model=model, tokenizer=tokenizer)
+    return replace(recipe, start=str(origin.path), model=grown, tokenizer=tokenizer)
 
 
-def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Refuse text that is encoded with other ids than those that the start's weights know."""
+def with_specials(recipe: Recipe, tokenizer: Tokenizer, *, say: Callable[[str], None]) -> Recipe:
+    """The recipe with room for the special tokens that the objective adds to the start's tokenizer.
+
+    Text that is encoded with any other ids than those that the start's weights know is refused.
+    """
     if not recipe.start:
-        return
-    home = _home(Path(recipe.start))
-    known = open_tokenizer(home / bundle.TOKENIZER)
-    if known.digest == tokenizer.digest:
-        return
-    missing = [spelling for spelling in recipe.objective.specials if spelling not in known.specials]
-    if missing:
-        raise ConfigError(f"objective: it needs the special token {missing[0]}, which the model in {home} has not")
-    raise ConfigError(f"tokenizer: it is not that of {home}; leave tokenizer out, or build the shards with it")
+        return recipe
+    origin = _described(Path(recipe.start))
+    known = open_tokenizer(origin.home / bundle.TOKENIZER)
+    if tokenizer.digest not in (known.digest, known.extended(recipe.objective.specials).digest):
+        raise ConfigError(
+            f"tokenizer: it is not that of {origin.home}; leave tokenizer out, or build the shards with it"
+        )
+    before = int(origin.settings["model"].get("vocab", 0))
+    after = max(before, tokenizer.size)
+    if recipe.model.vocab not in (before, after):
+        raise ConfigError(f"model.vocab: it is {before} in {origin.home}, not {recipe.model.vocab}; leave model out")
+    if after > before and recipe.start_optimizer == "keep":
+        raise ConfigError(
+            f"start_optimizer: the objective needs special tokens that the optimizer in {origin.home} knows nothing "
+            "of; set start_optimizer=fresh"
+        )
+    if tokenizer.size > known.size:
+        new = [spelling for spelling in recipe.objective.specials if spelling not in known.specials]
+        names = new[0] if len(new) == 1 else f"{new[0]} to {new[-1]}"
+        rows = "it has rows for them" if after == before else f"the model grows from {before} to {after} ids"
+        say(f"the objective needs {len(new)} special token(s) that {origin.home} has not ({names}): {rows}")
+    return replace(recipe, model=replace(recipe.model, vocab=after))
 
 
 def begin(job: Job) -> None:
     """Fill a job at step 0 with the weights of its recipe's start, if it has one."""
     if not job.recipe.start:
         return
-    path = Path(job.recipe.start)
-    _verify(path)
+    path, keep = Path(job.recipe.start), job.recipe.start_optimizer == "keep"
+    manifest = _verify(path)
+    tensors = format.tensors(path, "model") if keep or manifest is None else bundle.weights_in(path, manifest)
     try:
-        load_weights(job.model, format.tensors(path, "model"))
+        load_weights(job.model, _grown(job.model.config, tensors, job.recipe.seed))
     except ConfigError as error:
         raise CheckpointError(f"{path} does not fit: {error}") from None
-    if job.recipe.start_optimizer == "keep":
+    if keep:
         job.optimizer.load(format.tensors(path, "optimizer"))
     job.average.reset()
 
 
-def _verify(path: Path) -> None:
-    """Refuse a checkpoint or a saved model that is not as it was written; both keep their weights in one file."""
+def _grown(config: ModelConfig, tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The weights with new rows, drawn from `seed`, for ids that the start has not."""
+    embedding = tensors.get("embedding.weight")
+    if embedding is None or len(embedding) >= config.vocab:
+        return tensors
+    small = empty(replace(config, vocab=len(embedding)))
+    load_weights(small, tensors)
+    return weights(extend(small, config.vocab, seed=seed))
+
+
+def _verify(path: Path) -> Manifest | None:
+    """Refuse a checkpoint or a saved model that is not as it was written; only a checkpoint has a manifest.
+
+    Both keep their weights in one file of the same name.
+    """
     if (path / format.MANIFEST).is_file():
-        format.verify(path)
-        return
-    weights, facts = path / bundle.WEIGHTS, bundle.card(path / bundle.CARD)
-    if not weights.is_file() or sha256(weights) != facts["weights"]:
-        raise CheckpointError(f"{weights} is missing or damaged; restore it from a copy")
+        return format.verify(path)
+    file, facts = path / bundle.WEIGHTS, bundle.card(path / bundle.CARD)
+    if not file.is_file() or sha256(file) != facts["weights"]:
+        raise CheckpointError(f"{file} is missing or damaged; restore it from a copy")
+    return None
 
 
 def _find(path: Path, *, keep: bool, say: Callable[[str], None]) -> Origin:
     """What `start` names, with the newest checkpoint of a run made definite."""
-    if (path / format.MANIFEST).is_file():
-        home = _home(path)
-        return Origin(path, home, settings.read(home / "config.toml"))
-    if (path / bundle.CARD).is_file() and not keep:
-        return Origin(path, path, {"model": bundle.card(path / bundle.CARD)["config"]})
+    if (path / format.MANIFEST).is_file() or ((path / bundle.CARD).is_file() and not keep):
+        return _described(path)
     if not (path / "config.toml").is_file():
         what = "keeps no optimizer; set start_optimizer=fresh" if keep and path.is_dir() else "is not one"
         raise ConfigError(f"start: name a run, a checkpoint in it or a saved model; {path} {what}")
     newest = Store(path / "checkpoints").newest(say=say)
     if newest is None:
         raise CheckpointError(f"start: {path} has no checkpoint yet; go on with `trivium train {path}` first")
-    return Origin(newest.path, path, settings.read(path / "config.toml"))
+    return _described(newest.path)
 
 
-def _home(path: Path) -> Path:
-    """The folder that describes a checkpoint or a saved model."""
+def _described(path: Path) -> Origin:
+    """A checkpoint or a saved model with what its folder says of it."""
     if not (path / format.MANIFEST).is_file():
-        return path
+        return Origin(path, path, {"model": bundle.card(path / bundle.CARD)["config"]})
     home = path.parent.parent  # RUN/checkpoints/step-N
     if not (home / "config.toml").is_file():
         raise ConfigError(f"start: {path} lies in no run; name a checkpoint where its run wrote it")
-    return home
+    return Origin(path, home, settings.read(home / "config.toml"))
 
 
 def _check_optimizer(recipe: Recipe, origin: Origin) -> None:

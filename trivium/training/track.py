@@ -19,8 +19,8 @@ class Tracker(Protocol):
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None: ...
 
-    def cut(self, step: int) -> None:
-        """Drop what was written after `step`: the run went on from an earlier checkpoint."""
+    def restart(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Have these rows and no others: the run went back, or something was lost."""
 
     def close(self) -> None: ...
 
@@ -39,16 +39,11 @@ class Csv:
                 table.writeheader()
             table.writerows(rows)
 
-    def cut(self, step: int) -> None:
-        if not self.path.exists():
-            return
-        whole = self.path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]  # a crash tears a last line
-        lines = csv.DictReader(io.StringIO(whole, newline=""))
-        kept = [row for row in lines if (row["step"] or "").isdecimal() and int(row["step"]) <= step]
+    def restart(self, rows: Iterable[Mapping[str, Any]]) -> None:
         text = io.StringIO(newline="")
         table = _table(text)
         table.writeheader()
-        table.writerows(kept)
+        table.writerows(rows)
         write_atomic(self.path, text.getvalue().encode())
 
     def close(self) -> None:
@@ -73,14 +68,16 @@ class TensorBoard:
         for row in rows:
             for name, value in row.items():
                 if name not in ("step", "kind", "seconds") and type(value) in (int, float):
-                    self._writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+                    self._writer.add_scalar(f"{row.get('kind')}/{name}", value, row.get("step"))
         self._writer.flush()
 
-    def cut(self, step: int) -> None:
-        # its own way to take back: readers leave out what other files of the folder say from this step on
+    def restart(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self.close()
-        if self.folder.is_dir():
-            self._writer = _summary_writer()(str(self.folder), purge_step=step + 1)
+        for path in self.folder.glob("events.out.tfevents.*"):
+            path.unlink(missing_ok=True)
+        # its own way to take back, for readers that have seen the old files: nothing from step 0 on was ever said
+        self._writer = _summary_writer()(str(self.folder), purge_step=0)
+        self.write(rows)
 
     def close(self) -> None:
         if self._writer is not None:
