@@ -177,7 +177,7 @@ def test_a_number_without_measure_is_refused_at_once(key: str) -> None:
 
 def test_far_positions_without_measure_are_refused_at_once() -> None:
     for kind in ("t5", "shaw"):
-        with pytest.raises(ConfigError, match="distance: .* is more than"):
+        with pytest.raises(ConfigError, match=r"distance: .* is more than"):
             load(ModelConfig, overrides({"decoder.block.position": kind, "decoder.block.position.distance": 10**30}))
 
 
