@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.battery import VOCAB, close, lively, some_ids
+from tests.battery import close, lively, some_ids
+from tests.cases import VOCAB
 from trivium.errors import RequestError
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack

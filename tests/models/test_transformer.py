@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.battery import CASES, CONTEXT, VOCAB, Case, lively, logits, some_ids
+from tests.battery import lively, logits, some_ids
+from tests.cases import CASES, CONTEXT, VOCAB, Case
 from trivium.errors import ConfigError, RequestError
 from trivium.models.block import Block, Parallel
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack

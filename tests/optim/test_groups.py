@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.battery import CASES, Case
+from tests.cases import CASES, Case
 from tests.optim.steps import YES, gradients
 from trivium.models.block import Block
 from trivium.models.config import AnyStack, Stack

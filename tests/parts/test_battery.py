@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import battery
-from tests.battery import CASES, PARTS, SHRUNK, Case
+from tests import battery, cases
+from tests.cases import CASES, PARTS, SHRUNK, Case
 from trivium import config as settings
 from trivium.config import digest, kind_of
 from trivium.errors import ConfigError
@@ -208,14 +208,14 @@ def test_every_activation_block_scaling_and_preset_is_in_the_battery() -> None:
 
 
 def test_what_is_out_of_place_is_refused_in_a_sentence() -> None:
-    for start, (families, reason) in battery.OUT_OF_PLACE.items():
+    for start, (families, reason) in cases.OUT_OF_PLACE.items():
         assert len(reason) > 20
         if start == "tied":  # means the same as another choice, so there is nothing to refuse
             continue
-        for name, places in battery._parts():
+        for name, places in cases._parts():
             for family in families if name.startswith(start) else ():
                 with pytest.raises((ConfigError, AssertionError)):
-                    battery._model(family, **dict(places))
+                    cases._model(family, **dict(places))
 
 
 def test_every_exemption_is_used_and_has_a_reason() -> None:
