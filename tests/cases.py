@@ -86,9 +86,11 @@ def _model(family: Family, **places: Any) -> ModelConfig:
     if family == "decoder":
         sides["decoder"] = side
     if family == "encoder-decoder":
-        assert isinstance(block, Block)
-        assert isinstance(block.attention, MultiHead)
-        sides["decoder"] = replace(side, block=replace(block, cross=replace(block.attention, window=0)))
+        crossed = block  # only a standard block has a place for a source; the configuration refuses the others
+        if isinstance(block, Block):
+            assert isinstance(block.attention, MultiHead)
+            crossed = replace(block, cross=replace(block.attention, window=0))
+        sides["decoder"] = replace(side, block=crossed)
     return ModelConfig(
         width=WIDTH, context=CONTEXT, vocab=VOCAB, encoder=sides["encoder"], decoder=sides["decoder"], **top
     )

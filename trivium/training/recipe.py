@@ -120,7 +120,7 @@ class Recipe:
     clip: float = 1.0  # the largest gradient norm; 0 means no clipping
     # What to do after a loss or gradient that is not finite.
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    recompute: Literal["none", "blocks"] = "none"  # blocks: keep their inputs only, a third slower in far less memory
+    recompute: Literal["none", "blocks"] = "none"  # blocks: keep their inputs only, for one more forward pass
     log: int = 10  # steps between two lines of progress
     track: tuple[Literal["csv", "tensorboard"], ...] = ()  # where the numbers go beside metrics.jsonl
     # A run's folder, a checkpoint in it or a saved model to begin with; model and tokenizer are then its own.
