@@ -1,6 +1,7 @@
 """Make `.venv`, install trivium into it, and run one of its commands. Needs nothing but Python 3.11 or later.
 
-    python bootstrap.py demo        train on Shakespeare for about 90 seconds
+    python bootstrap.py demo        train a GPT on Shakespeare for about 90 seconds; FAMILY=bert, t5 or all in the
+                                    environment for the other demos
     python bootstrap.py check       format, lint and types
     python bootstrap.py test        check, then the default tests
     python bootstrap.py test-full   check, then every test with its full count
@@ -103,7 +104,7 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) == 2 else ""
     if command == "demo":
         install("")
-        run("-m", "trivium", "demo")
+        run("-m", "trivium", "demo", "--family", os.environ.get("FAMILY") or "gpt")
     elif command == "install":
         install("")
     elif command in ("check", "test", "test-full"):

@@ -216,3 +216,19 @@ def test_smoothing_spreads_a_share_of_each_label_evenly(number: int, share: floa
     expected = -(1 - share) * picked - share * logprobs.mean(-1)
     torch.testing.assert_close(found.double(), expected.masked_fill(labels == IGNORED, 0.0), rtol=1e-5, atol=1e-5)
     assert not found[::4].any()
+
+
+def test_dropout_before_the_matrix_falls_in_training_only() -> None:
+    site = Site(width=4000, context=8, vocab=2)
+    part = Softmax(dropout=0.5).build(site, None)
+    assert isinstance(part, SoftmaxOutput)
+    nn.init.ones_(part.project.weight)
+    hidden = torch.ones(1, 4000)
+    torch.manual_seed(0)
+    dropped = part.logits(hidden)
+    # 4,000 coins, each 0 or 2: five standard deviations of their sum are 316
+    assert dropped[0, 0] != 4000
+    assert abs(dropped[0, 0].item() - 4000) < 316
+    assert torch.equal(part.eval().logits(hidden), torch.full((1, 2), 4000.0))
+    with pytest.raises(ConfigError, match="dropout"):
+        Softmax(dropout=1.0)

@@ -13,6 +13,8 @@ import torch
 from tests.training.conftest import FAMILIES, finish, resume, start
 from tests.training.test_resume import assert_equal_ends, cut_back
 from trivium.optim.optimizers import OPTIMIZERS
+from trivium.training import prepare
+from trivium.training.loop import updates
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
 
@@ -62,3 +64,23 @@ def test_every_optimizer_moves_the_weights_and_resumes(small: Make, tmp_path: Pa
     assert_equal_ends(one, other, 20)
     losses = [row["loss"] for row in rows(one / "metrics.jsonl") if row["kind"] == "train"]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_step_never_waits_for_the_gpu(small: Make, tmp_path: Path, kind: str) -> None:
+    """From the second step on nothing between two updates reads a number off the device."""
+    job = prepare.job(start(small(kind, device="cuda", precision="bf16", compile="off"), tmp_path).ground, 10)
+    steps = updates(job)
+    next(steps)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            next(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the alarm itself works
+            torch.ones((), device="cuda").item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from trivium.evaluation.likelihood import score_text
 from trivium.files import Lock
 from trivium.parts.output import SoftmaxOutput
 from trivium.text.kinds import Chars
+from trivium.training import prepare
 from trivium.training.calibrate import steps_for
 from trivium.training.events import Progress, Said, Sampled, Saved, Validated
 from trivium.training.loop import Update
 from trivium.training.metrics import Journal, rows
-from trivium.training.recipe import Recipe, due
+from trivium.training.recipe import Evaluate, Recipe, due
 
 Make = Callable[..., Recipe]
 
@@ -345,6 +347,24 @@ def test_the_number_of_steps_follows_from_their_time(monkeypatch: pytest.MonkeyP
     found = steps_for(100, lambda: None, lambda _: 3.0, lambda _: 2, lambda: now)  # type: ignore[arg-type, return-value]
     measured = 2.0 + 0.5 * 7  # until a twentieth of the budget is used
     assert found == int((100 - measured - 1.5 - 6.0) * 0.98 / 0.5)
+
+
+def test_compiling_the_validation_is_not_taken_for_its_time(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first validation of a compiled model compiles (100 s), each later one takes 2 s."""
+    ground = start(small(), tmp_path).ground
+    now, calls = 0.0, 0
+
+    def validate(*_: object, **__: object) -> None:
+        nonlocal now, calls
+        calls += 1
+        now += 102.0 if calls == 1 else 2.0
+
+    monkeypatch.setattr(prepare, "validate", validate)
+    trial = prepare.job(ground, 10)
+    ground = replace(ground, recipe=replace(ground.recipe, compile="on", evaluate=Evaluate(rows=4)))
+    assert prepare._validation(trial, ground, lambda: now) == 2.0
 
 
 def test_a_budget_too_small_for_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,78 +1,89 @@
-"""`trivium demo`: from a text to a trained, scored, writing model, in about a minute and a half."""
+"""`trivium demo`: from a text to a trained, scored, working model of each family, in about a minute and a half."""
 
 from __future__ import annotations
 
-import gzip
-import sys
-from collections.abc import Sequence
-from importlib.resources import as_file, files
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.resources import as_file
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import typer
 
-from trivium import api, config, report
+from trivium import api, config
+from trivium.cli.demos import bert, gpt, t5
+from trivium.cli.demos.assets import ASSETS
 from trivium.cli.render import watcher
-from trivium.evaluation.likelihood import score_text
-from trivium.files import write_atomic
-from trivium.training.metrics import Journal, rows
+from trivium.errors import ConfigError, RequestError
 from trivium.training.recipe import Recipe
 from trivium.training.run import is_run, open_run
 
-NAME = "demo-gpt"
-PROMPTS = ("ROMEO:\n", "First Citizen:\n", "To be, or not to be")
+
+class Demo(NamedTuple):
+    """What a family learns from and under which key, how its trained model is shown, and what to type next."""
+
+    key: str
+    asset: str
+    show: Callable[[api.Model, Path], None]
+    then: str
 
 
-def demonstrate(settings: Sequence[str], runs: Path) -> None:
-    """Train (or go on with, or show) the demo run, then score the test tenth and print samples."""
-    assets = files("trivium") / "assets"
-    folder = runs / NAME
-    with as_file(assets / "shakespeare-train.txt.gz") as text, as_file(assets / "demo-gpt.toml") as recipe:
-        if is_run(folder) and not settings and (folder / "model.json").is_file():
-            typer.echo(f"{folder} is trained already; remove the folder to train it again", err=True)
-        else:
-            _train(folder, recipe, text, settings, runs)
-    model = api.load(folder, device="cpu")
-    scored = {row.get("step") for row in rows(folder / "metrics.jsonl") if row.get("kind") == "test"}
-    if model.notes.get("step") not in scored:
-        _score(model, folder, gzip.decompress((assets / "shakespeare-test.txt.gz").read_bytes()).decode())
+DEMOS = {
+    "gpt": Demo("paths", "shakespeare-train.txt.gz", gpt.show, "trivium generate {} 'JULIET:'"),
+    "bert": Demo("paths", "shakespeare-train.txt.gz", bert.show, "trivium fill {} 'Good [MASK], my lord.'"),
+    "t5": Demo("pairs", "tatoeba-train.tsv.gz", t5.show, "trivium translate {} 'Where is my book?'"),
+}
+ALL = "all"
+
+
+def demonstrate(family: str, settings: Sequence[str], runs: Path) -> None:
+    """Train (or go on with, or show) the demo of a family, or of all of them, one after the other."""
+    if family not in (*DEMOS, ALL):
+        raise RequestError(f"--family: there is no demo {family!r}; name {', '.join(DEMOS)} or {ALL}")
+    asked = list(DEMOS) if family == ALL else [family]
+    layer = config.assignments(settings)
+    with ExitStack() as stack:
+        assets = {name: stack.enter_context(as_file(ASSETS / demo.asset)) for name, demo in DEMOS.items()}
+        recipes = {
+            name: _recipe(name, assets[name], layer) for name in asked if not is_run(_folder(runs, name))
+        }  # all of them before the first begins: a wrong setting is told at once
+        for name in asked:
+            if len(asked) > 1:
+                typer.echo(f"\n=== {name} ===", err=True)
+            _one(name, recipes.get(name), layer, runs)
+
+
+def _one(name: str, recipe: Recipe | None, layer: dict[str, Any], runs: Path) -> None:
+    folder = _folder(runs, name)
+    if recipe is None and not layer and (folder / "model.json").is_file():
+        typer.echo(f"{folder} is trained already; remove the folder to train it again", err=True)
+    else:
+        with watcher() as watch:
+            session = (
+                open_run(folder, layer, say=watch.say, tick=watch.tick)
+                if recipe is None
+                else open_run(recipe, {}, runs=runs, say=watch.say, tick=watch.tick)
+            )
+            for event in session.events():
+                watch.event(event)
+    DEMOS[name].show(api.load(folder, device="cpu"), folder)
     facts = api.show(folder)
-    test = facts["test"]
-    typer.echo(f"\nOn the last tenth of the text, which it never saw: {test['bits_per_byte']:.3f} bits per byte.")
-    for index, prompt in enumerate(PROMPTS):
-        typer.echo("\n" + "-" * 60)
-        typer.echo(prompt, nl=False)
-        for piece in model.stream(prompt, tokens=80, temperature=0.8, top_p=0.95, seed=index, slide=True):
-            typer.echo(piece, nl=False)
-            sys.stdout.flush()
-        typer.echo()
     typer.echo("-" * 60)
-    typer.echo(f"{facts['parameters']:,} parameters, {facts['step']:,} steps. Try: trivium generate {folder} 'JULIET:'")
+    typer.echo(f"{facts['parameters']:,} parameters, {facts['step']:,} steps. Try: {DEMOS[name].then.format(folder)}")
     typer.echo(f"The report: {(folder / 'report.html').resolve()}")
 
 
-def _train(folder: Path, recipe: Path, text: Path, settings: Sequence[str], runs: Path) -> None:
-    with watcher() as watch:
-        if is_run(folder):
-            session = open_run(folder, config.assignments(settings), say=watch.say, tick=watch.tick)
-        else:
-            layer = {"name": NAME, "data": {"paths": [str(text)]}}
-            chosen = config.load(Recipe, config.read(recipe), layer, config.assignments(settings))
-            session = open_run(chosen, {}, runs=runs, say=watch.say, tick=watch.tick)
-        for event in session.events():
-            watch.event(event)
+def _folder(runs: Path, name: str) -> Path:
+    return runs / f"demo-{name}"
 
 
-def _score(model: api.Model, folder: Path, text: str) -> None:
-    """The test tenth, looked at once: every token scored once, with at least half a context before it."""
-    score = score_text(model.module, model.tokenizer, text, stride=model.config.context // 2)
-    row = {
-        "kind": "test",
-        "step": model.notes.get("step", 0),
-        "loss": score.nll / score.tokens,
-        "bits_per_byte": score.bits_per_byte,
-        "stride": score.stride,
-    }
-    journal = Journal(folder / "metrics.jsonl")
-    journal.write([row])
-    journal.close()
-    write_atomic(folder / "report.html", report.page(folder).encode())
+def _recipe(name: str, asset: Path, layer: dict[str, Any]) -> Recipe:
+    """The recipe of a demo with settings laid over it; its name and text stay, since it is shown on the rest of it."""
+    own = {"name": f"demo-{name}", "data": {DEMOS[name].key: str(asset)}}
+    with as_file(ASSETS / f"demo-{name}.toml") as path:
+        recipe = config.load(Recipe, config.read(path), own, layer)
+    kept, given = (config.flat(each) for each in (config.load(Recipe, own), recipe))
+    for key in ("name", "data.paths", "data.pairs", "data.source"):
+        if given[key] != kept[key]:
+            raise ConfigError(f"{key}: the demo has its own; to train on other text: trivium train RECIPE")
+    return recipe

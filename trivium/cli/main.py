@@ -38,11 +38,18 @@ def _options(
 
 
 @app.command()
-def demo(settings: Settings = None, runs: Runs = RUNS) -> None:
-    """Train a small GPT on Shakespeare for about 90 seconds, score it on text it never saw, and let it write."""
+def demo(
+    settings: Settings = None,
+    family: Annotated[str, typer.Option(help="gpt, bert, t5, or all one after the other.")] = "gpt",
+    runs: Runs = RUNS,
+) -> None:
+    """Train a small model for about 90 seconds, score it on text it never saw, and show what it does there.
+
+    gpt writes Shakespeare, bert guesses words hidden in him, t5 translates short sentences into German.
+    """
     from trivium.cli.demo import demonstrate
 
-    demonstrate(settings or [], runs)
+    demonstrate(family, settings or [], runs)
 
 
 @app.command()

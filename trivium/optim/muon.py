@@ -71,18 +71,17 @@ class MuonStepper:
     @torch.no_grad()
     def step(self, factor: float, healthy: Tensor) -> None:
         rate, mu = self.options.rate * factor, self.options.momentum
-        for group in self.groups:
-            grad_KRC = torch.stack([_gradient(self.names[name]) for name in group])
-            held_KRC = torch.stack([self.momenta[name] for name in group])
+        for group in self.groups:  # as stacks: a dozen kernels for all matrices of a shape, not for each
+            parameters, momenta = [self.names[name] for name in group], [self.momenta[name] for name in group]
+            grad_KRC = torch.stack([_gradient(parameter) for parameter in parameters])
+            weight_KRC, held_KRC = torch.stack(parameters), torch.stack(momenta)
             moved_KRC = held_KRC.lerp(grad_KRC, 1 - mu)
             update_KRC = orthogonal(grad_KRC.lerp(moved_KRC, mu), self.options.iterations)
             _, rows, columns = update_KRC.shape
             size = rate * _scale(self.options.scale, rows, columns)
-            for index, name in enumerate(group):
-                parameter = self.names[name]
-                moved = parameter * (1 - rate * self.options.decay) - size * update_KRC[index]
-                parameter.copy_(torch.where(healthy, moved, parameter))
-                self.momenta[name].copy_(torch.where(healthy, moved_KRC[index], held_KRC[index]))
+            next_KRC = weight_KRC * (1 - rate * self.options.decay) - size * update_KRC
+            torch._foreach_copy_(parameters, torch.where(healthy, next_KRC, weight_KRC).unbind())
+            torch._foreach_copy_(momenta, torch.where(healthy, moved_KRC, held_KRC).unbind())
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()

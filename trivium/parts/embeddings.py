@@ -1,6 +1,6 @@
 """From ids to vectors (spec: architecture §5)."""
 
-# B batch, T tokens, D width
+# B batch, T tokens, D width, V vocabulary
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ class Tokens:
     segments: int = 0  # kinds of segment, each with a vector of its own (BERT has 2)
     norm: Norm | NoPart = place({"none": NoPart, **NORMS}, NoPart())
     dropout: float = 0.0
+    omit: float = 0.0  # share of all ids whose vectors a training step reads as zeros (Gal and Ghahramani, AWD-LSTM)
 
     def __post_init__(self) -> None:
         at_least("segments", self.segments, 0, MOST)
         fraction("dropout", self.dropout)
+        fraction("omit", self.omit)
 
     def build(self, site: Site) -> TokenEmbedding:
         return TokenEmbedding(self, site)
@@ -67,11 +69,14 @@ class TokenEmbedding(nn.Module):
         self.segments = nn.Parameter(torch.empty(options.segments, site.width)) if options.segments else None
         self.norm = None if isinstance(options.norm, NoPart) else options.norm.build(site)
         self.scale = math.sqrt(site.width) if options.scale == "root" else 1.0
-        self.dropout = options.dropout
+        self.dropout, self.omit = options.dropout, options.omit
 
     def enter(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """The vectors of these ids, before positions; without `segments` all tokens are of segment 0."""
         x_BTD = F.embedding(tokens_BT, self.weight)
+        if self.training and self.omit:  # drawn per id, not per place: an omitted word is missing wherever it stands
+            kept_V1 = dropout(x_BTD.new_ones(len(self.weight), 1), self.omit, True)
+            x_BTD = x_BTD * F.embedding(tokens_BT, kept_V1)
         if self.scale != 1.0:
             x_BTD = x_BTD * self.scale
         if self.segments is None:

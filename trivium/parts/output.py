@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import place
+from trivium.config import fraction, place
 from trivium.errors import ConfigError
+from trivium.parts.dropout import dropout
 from trivium.parts.feedforward import ACTIVATIONS, Activation
 from trivium.parts.linear import Linear
 from trivium.parts.norms import NORMS, LayerNorm, Norm
@@ -48,8 +49,10 @@ class Softmax:
     cap: float = 0.0
     scale: Literal["none", "root"] = "none"  # root: states divided by sqrt(width) before the matrix (T5 when tied)
     bias: bool = False
+    dropout: float = 0.0  # of the states before the matrix
 
     def __post_init__(self) -> None:
+        fraction("dropout", self.dropout)
         if self.cap < 0:
             raise ConfigError(f"cap: {self.cap} is negative; 0 means no cap")
 
@@ -84,10 +87,12 @@ class SoftmaxOutput(nn.Module):
         super().__init__()
         self.cap = options.cap
         self.scale = site.width**-0.5 if options.scale == "root" else 1.0
+        self.dropout = options.dropout
         self.project = _projection(site, tied, bias=options.bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The scores of every id, in the dtype of the model."""
+        hidden = dropout(hidden, self.dropout, self.training)
         if self.scale != 1.0:
             hidden = hidden * self.scale
         result: Tensor = self.project(hidden)

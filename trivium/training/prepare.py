@@ -274,6 +274,8 @@ def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float
     wanted = min(len(rows), recipe.evaluate.rows or len(rows))
     tokens = int(rows.sizes.max(axis=1).mean()) if isinstance(rows, Pairs) and recipe.batch.tokens else 1
     part = min(wanted, max(1, 4 * trial.micro // tokens))
+    if recipe.compile == "on":  # once before the clock runs: a model in evaluation is another program to compile
+        validate(trial, rows, limit=part)
     before = clock()
     validate(trial, rows, limit=part)
     return (clock() - before) * wanted / part

@@ -1,0 +1,1 @@
+"""What each family's demo shows of its trained model."""

@@ -1,0 +1,35 @@
+"""One look at a test part: the results file of a run, made once for its weights and shown again from then on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from trivium import api
+from trivium.evaluation import results
+from trivium.evaluation.tasks import Outcome
+
+
+def look(model: api.Model, folder: Path, name: str, measure: Callable[[], Outcome]) -> dict[str, Any]:
+    """What the results file NAME-test.json says of exactly these weights; if it says nothing yet they are measured."""
+    path = folder / results.FOLDER / f"{name}-test.json"
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told["model"]["weights"] == results.weights_digest(model.module):
+            return dict(told)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # absent or damaged: it is made anew
+    began = time.monotonic()
+    return results.record(
+        folder,
+        measure(),
+        model=model.module,
+        tokenizer=model.tokenizer,
+        notes=model.notes,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=time.monotonic() - began,
+    )
