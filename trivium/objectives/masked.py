@@ -1,6 +1,6 @@
 """Hide some tokens of a row and ask for them, with or without a second text (spec: objectives §2, §3, §4)."""
 
-# B rows, T tokens (those of a frame included), N positions that are looked at, K draws for a row
+# B rows, T tokens (those of a frame included), N positions that are looked at, K draws for a row, W words
 
 from __future__ import annotations
 
@@ -159,18 +159,24 @@ class MaskedTask:
     def _words(self, ids_BT: Ids, open_BT: Flags, keys_BT: Draws, most_B: Ids) -> Flags:
         """Whole words in random order while they fit; one that would be too much is passed over."""
         first_BT = self.vocabulary.words(ids_BT, open_BT)
-        word_BT = np.where(open_BT, np.cumsum(first_BT, axis=1), 0)
-        chosen_BT = np.zeros_like(open_BT)
-        for row, left in enumerate(most_B.tolist()):
-            keys = keys_BT[row, first_BT[row]]
-            sizes = np.bincount(word_BT[row]).tolist()
-            taken: list[int] = []
-            for word in (np.argsort(keys)[: np.isfinite(keys).sum()] + 1).tolist():
-                if sizes[word] <= left:
-                    taken.append(word)
-                    left -= sizes[word]
-            chosen_BT[row] = np.isin(word_BT[row], taken)
-        return chosen_BT
+        word_BT = np.where(open_BT, np.cumsum(first_BT, axis=1), 0)  # numbered from 1 in each row
+        rows, most = len(ids_BT), int(word_BT.max(initial=0)) + 1
+        numbers_BT = word_BT + most * np.arange(rows)[:, None]
+        sizes_BW = np.bincount(numbers_BT.ravel(), minlength=rows * most).reshape(rows, most)
+        keys_BW = np.full((rows, most), np.inf)
+        keys_BW.ravel()[numbers_BT[first_BT]] = keys_BT[first_BT]
+        order_BW = np.argsort(keys_BW, axis=1)
+        sizes_BW = np.take_along_axis(sizes_BW, order_BW, axis=1)
+        asked_BW = np.isfinite(np.take_along_axis(keys_BW, order_BW, axis=1))
+        fits_BW, left_B = np.zeros((rows, most), bool), most_B.copy()
+        for word in range(most):  # the next word of every row at a time
+            fits_BW[:, word] = asked_BW[:, word] & (sizes_BW[:, word] <= left_B)
+            left_B -= np.where(fits_BW[:, word], sizes_BW[:, word], 0)
+            if not left_B.any():
+                break
+        taken_BW = np.zeros((rows, most), bool)
+        np.put_along_axis(taken_BW, order_BW, fits_BW, axis=1)
+        return np.take_along_axis(taken_BW, word_BT, axis=1)
 
     def _room(self, rows: int, length: int) -> int:
         """How many positions of a batch are looked at; only luck beyond all odds makes them more."""
