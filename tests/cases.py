@@ -19,9 +19,10 @@ from trivium.parts.embeddings import Tokens
 from trivium.parts.feedforward import Activation, Glu, Mlp
 from trivium.parts.init import T5, FanIn, Gpt, Gpt2, Xavier
 from trivium.parts.norms import LayerNorm, RMSNorm
-from trivium.parts.output import MaskedHead, Softmax
+from trivium.parts.output import MaskedHead, NoOutput, Softmax
 from trivium.parts.positions import (
     Alibi,
+    Both,
     Buckets,
     Learned,
     NoPositions,
@@ -176,7 +177,10 @@ def _parts() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "scaled output", {"output": Softmax(scale="root", bias=True)}
     yield "masked head", {"output": MaskedHead()}
     yield "masked head untied", {"output": MaskedHead(norm=RMSNorm()), "embedding": Tokens(tie="none")}
+    yield "no output", {"output": NoOutput()}
+    yield "no output untied", {"output": NoOutput(), "embedding": Tokens(tie="none")}
     yield "sentence head", {"sentence": Pooler()}
+    yield "sentence head relu", {"sentence": Pooler(classes=3, activation="relu"), "output": NoOutput()}
     yield "sentence pooled only", {"sentence": Pooler(classes=0)}
     yield "boundary head", {"boundary": SpanBoundary(rows=4, size=6)}
     yield "shared stacks", {"share": "stacks", "position": Buckets()}
@@ -192,6 +196,9 @@ def _positions() -> Iterator[tuple[str, Position]]:
     yield "shaw keys per head", Shaw(distance=4, values="none", tables="per-head")
     yield "t5", Buckets()
     yield "alibi", Alibi()
+    yield "both", Both(absolute=Learned(offset=2))
+    yield "both computed", Both(absolute=Sinusoidal(), relative=Alibi())
+    yield "both turned", Both(relative=Rotary())
     yield "rotary halves", Rotary()
     yield "rotary interleaved", Rotary(layout="interleaved")
     yield "rotary partial", Rotary(share=0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +16,7 @@ from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, RequestError
 from trivium.evaluation.likelihood import Score, score_text
 from trivium.evaluation.results import results
+from trivium.generation import chat as conversation
 from trivium.generation import embed as vectors
 from trivium.generation.beam import Beam
 from trivium.generation.embed import Neighbour, Pooling, neighbours
@@ -25,10 +26,18 @@ from trivium.generation.scorer import Scorer
 from trivium.generation.states import Ids, logits_of
 from trivium.generation.text import Completion, complete, stream_text
 from trivium.generation.translation import Hypothesis, search_texts
+from trivium.interop import quantize
+from trivium.interop.foreign import Say, Tick
+from trivium.interop.gguf_write import export_gguf
+from trivium.interop.hf import export_folder
+from trivium.interop.load import open_foreign
+from trivium.interop.onnx import export_onnx
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, arrange, weights
 from trivium.models.transformer import build as build_module
+from trivium.text.chat import Message, Role
+from trivium.text.missing import MissingTokenizer
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import metrics
 from trivium.training.device import choose
@@ -159,6 +168,35 @@ class Model:
             slide=slide,
         )
 
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        *,
+        tokens: int = 512,
+        temperature: float = 0.7,
+        top_k: int = 0,
+        top_p: float = 0.9,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+    ) -> Generator[str, None, Completion]:
+        """The answer to a conversation, piece by piece: `[{"role": "user", "content": "..."}]`, or one question.
+
+        It is written as the template that came with the model says; special spellings in a message stay text.
+        """
+        given = [Message("user", messages)] if isinstance(messages, str) else [_message(each) for each in messages]
+        ends = self.notes.get("ids", {}).get("eos", [])
+        return conversation.answer(
+            self.module,
+            self.tokenizer,
+            conversation.chat_of(self.tokenizer, self.notes),
+            given,
+            ends=frozenset(ends),
+            tokens=tokens,
+            sampling=_sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            seed=seed,
+        )
+
     def translate(
         self,
         texts: str | Sequence[str],
@@ -254,13 +292,47 @@ class Model:
         bundle.save(path, self.config, weights(self.module), self.tokenizer, self.notes)
         return path
 
+    def export(
+        self, kind: Literal["hf", "gguf", "onnx"], path: str | Path, *, bits: int = 32, say: Say | None = None
+    ) -> Path:
+        """Write the model for other programs, read it back and compare its logits; it appears only if they are equal.
 
-def load(path: str | Path, *, device: str = "auto", average: int = 0, parts: Sequence[type[Any]] = ()) -> Model:
+        hf is a folder for `transformers`, gguf a file (`bits` 32, 16 or 8), onnx a folder for ONNX Runtime. The
+        largest difference is told through `say`, which prints it if it is not given.
+        """
+        told, where = say or _printed, Path(path)
+        tokenizer = None if isinstance(self.tokenizer, MissingTokenizer) else self.tokenizer
+        template = self.notes.get("chat_template", "")
+        if bits != 32 and kind != "gguf":
+            raise RequestError(f"bits: an export to {kind} has 32; gguf can have 16 or 8")
+        if kind == "hf":
+            export_folder(self.module, tokenizer, where, say=told, chat=template, ids=self.notes.get("ids"))
+        elif kind == "gguf":
+            export_gguf(self.module, tokenizer, where, say=told, bits=_gguf_bits(bits), template=template)
+        elif kind == "onnx":
+            export_onnx(self.module, tokenizer, where, say=told)
+        else:
+            raise RequestError(f"export: {kind!r} is none of hf, gguf and onnx")
+        return where
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    average: int = 0,
+    bits: int = 0,
+    parts: Sequence[type[Any]] = (),
+    say: Say | None = None,
+    tick: Tick = lambda what, done, of: None,
+) -> Model:
     """The model in a run's folder (or one written by `m.save`); an unfinished run gives its newest checkpoint.
 
-    `average` = k gives the mean of the weights of the run's newest k checkpoints instead.
+    A folder of Hugging Face, a .gguf file or a llama2.c .bin file opens too; what was not read of its settings is told
+    through `say`. `average` = k gives the mean of the weights of the run's newest k checkpoints instead; `bits` = 8 or
+    4 quantises the weights.
     """
-    folder = Path(path)
+    folder, told = Path(path), say or _printed
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist; `trivium runs` lists what is here")
     if average < 0:
@@ -271,9 +343,17 @@ def load(path: str | Path, *, device: str = "auto", average: int = 0, parts: Seq
         found = _from_checkpoints(folder, average, parts)
     elif average:
         raise CheckpointError(f"{folder} is not a run: it has no checkpoints to average; load it without average")
+    elif folder.is_file() or (folder / "config.json").exists():
+        foreign = open_foreign(folder, say=told, tick=tick)
+        missing = MissingTokenizer(foreign.module.config.vocab, folder)
+        found = bundle.Bundle(foreign.module, foreign.tokenizer or missing, foreign.notes)
     else:
-        raise CheckpointError(f"{folder} holds neither a model nor a run; name a folder with model.json or config.toml")
+        raise CheckpointError(
+            f"{folder} holds neither a model nor a run; name a folder with model.json, config.toml or config.json"
+        )
     module, tokenizer, notes = found
+    if bits:
+        quantize.quantize(module, bits, tick=tick)
     where = choose(device)
     module.to(where)
     if where.type == "cpu":
@@ -283,16 +363,12 @@ def load(path: str | Path, *, device: str = "auto", average: int = 0, parts: Seq
 
 def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]]) -> bundle.Bundle:
     store = Store(folder / "checkpoints")
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr)
-
-    newest = store.newest(say=say)
+    newest = store.newest(say=_printed)
     if newest is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; go on with `trivium train {folder}`")
     notes: dict[str, Any] = {"run": folder.name, "step": newest.step}
     if average:
-        tensors, notes["average"] = bundle.mean_weights(store, average, say=say)
+        tensors, notes["average"] = bundle.mean_weights(store, average, say=_printed)
     else:
         tensors = bundle.weights_in(newest.path, newest.manifest)
     module = bundle.model_from(settings.read(folder / "config.toml").get("model", {}), tensors, str(folder), parts)
@@ -384,6 +460,27 @@ def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, An
         "results": results(path),
         "notes": card.get("notes", {}),
     }
+
+
+def _printed(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _gguf_bits(bits: int) -> Literal[32, 16, 8]:
+    for known in (32, 16, 8):
+        if bits == known:
+            return known
+    raise RequestError(f"bits: a GGUF file can have 32, 16 or 8, not {bits}")
+
+
+def _message(given: Mapping[str, str]) -> Message:
+    try:
+        role, text = given["role"], given["content"]
+    except (KeyError, TypeError):
+        raise RequestError('a message is {"role": "user", "content": "..."}; give both') from None
+    if role not in ("system", "user", "assistant"):
+        raise RequestError(f"role: {role!r} is none of system, user and assistant")
+    return Message(cast(Role, role), text)
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, penalty: float) -> Sampling:

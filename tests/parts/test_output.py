@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, RequestError
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build, weights
 from trivium.parts.embeddings import Tokens
-from trivium.parts.output import IGNORED, MaskedHead, MaskedOutput, Softmax, SoftmaxOutput
+from trivium.parts.output import IGNORED, Head, MaskedHead, MaskedOutput, NoOutput, Softmax, SoftmaxOutput
 from trivium.parts.sentence import PooledSentence, Pooler
 from trivium.parts.site import Site
 
@@ -198,6 +198,24 @@ def test_the_sentence_head_is_berts_pooler_and_its_next_sentence_scores() -> Non
         torch.testing.assert_close(part.logits(hidden), pooled @ part.classify.weight.mT + part.classify.bias)
     assert Pooler().cost(SITE).parameters == 6 * 6 + 6 + 6 * 2 + 2
     assert Pooler(classes=0).cost(SITE).parameters == 6 * 6 + 6
+
+
+def test_the_sentence_head_of_distilbert_has_a_relu() -> None:
+    part = Pooler(activation="relu", classes=0).build(SITE)
+    assert isinstance(part, PooledSentence)
+    nn.init.eye_(part.dense.weight)
+    nn.init.zeros_(part.dense.bias)
+    hidden = random(2, 3, 6)
+    torch.testing.assert_close(part.logits(hidden), hidden[:, 0].clamp(min=0))
+
+
+def test_a_model_without_output_says_so_in_a_sentence() -> None:
+    part = cast(Head, NoOutput().build(SITE, None))
+    with pytest.raises(RequestError, match="no output over the vocabulary"):
+        part.logits(random(2, 6))
+    with pytest.raises(RequestError, match="no output over the vocabulary"):
+        part.nll(random(2, 6), torch.tensor([1, 2]))
+    assert NoOutput().cost(SITE, tied=False).parameters == NoOutput().cost(SITE, tied=True).parameters == 0
 
 
 @pytest.mark.parametrize("number", [5, 1300])  # in one piece, and in chunks of 512 rows

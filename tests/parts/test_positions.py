@@ -19,6 +19,7 @@ from trivium.errors import ConfigError, RequestError
 from trivium.parts.positions import (
     POSITIONS,
     Alibi,
+    Both,
     Buckets,
     Learned,
     LearnedPositions,
@@ -47,6 +48,8 @@ EVERY: list[Position] = [
     Rotary(),
     Rotary(share=0.5, scaling=Yarn()),
     Alibi(),
+    Both(absolute=Learned(offset=2)),
+    Both(absolute=Sinusoidal(), relative=Rotary()),
 ]
 every = pytest.mark.parametrize("options", EVERY, ids=repr)
 
@@ -103,6 +106,18 @@ def assert_same(actual: list[Tensor | None], expected: list[Tensor | None]) -> N
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("relative", [Buckets(), Alibi(), Rotary()], ids=repr)
+def test_both_is_one_scheme_in_the_embeddings_and_the_other_in_attention(relative: Position) -> None:
+    part, at = filled(Both(absolute=Learned(offset=2), relative=relative)), torch.arange(3, 10)[None]
+    table = part.get_parameter("absolute.table")
+    alone = relative.build(SITE)
+    alone.load_state_dict(part.get_submodule("relative").state_dict())
+    given = inputs(1, 7, 7)
+    expected = everything(alone, at, at, given)
+    expected[0] = given.stream + table[5:12]
+    assert_same(everything(part, at, at, given), expected)
+
+
 # every scheme
 
 
@@ -114,9 +129,15 @@ def test_every_kind_of_the_table_is_tested_here() -> None:
 def test_a_scheme_counts_its_parameters_and_names_its_tables(options: Position) -> None:
     part = options.build(SITE)
     assert options.cost(SITE).parameters == sum(parameter.numel() for parameter in part.parameters())
-    named = {name for name in part.tables if getattr(part, name) is not None}
+    schemes = [(name, module) for name, module in part.named_modules() if isinstance(module, Positions)]
+    named = {
+        f"{name}.{table}".lstrip(".")
+        for name, scheme in schemes
+        for table in scheme.tables
+        if getattr(scheme, table) is not None
+    }
     assert named == {name for name, _ in part.named_parameters()}
-    assert set(part.tables.values()) <= {"position", "bias"}
+    assert {kind for _, scheme in schemes for kind in scheme.tables.values()} <= {"position", "bias"}
     assert set(part.state_dict()) == named  # what can be computed is not saved
 
 

@@ -18,6 +18,7 @@ from tests.training.test_resume import assert_equal_ends, cut_back
 from trivium import config as settings
 from trivium.checkpoints import bundle, format
 from trivium.errors import CheckpointError, ConfigError
+from trivium.interop.quantize import quantize
 from trivium.models.transformer import weights
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import prepare
@@ -272,3 +273,13 @@ def test_a_damaged_start_is_refused(first: Path, other: Path, tmp_path: Path) ->
     content[-1] ^= 1
     path.write_bytes(content)
     refused(recipe, tmp_path / "second", CheckpointError, "missing or damaged")
+
+
+def test_a_start_with_few_bits_is_refused_in_a_sentence(first: Path, other: Path, tmp_path: Path) -> None:
+    found = bundle.open_bundle(first)
+    quantize(found.module, 8)
+    bundle.save(tmp_path / "few", found.module.config, weights(found.module), found.tokenizer, {})
+    recipe = replace(bare(first, other), start=str(tmp_path / "few"))
+    with pytest.raises(ConfigError, match="have 8 bits, which cannot be trained"):
+        laid(recipe, tmp_path / "runs")
+    assert not (tmp_path / "runs" / "second").exists()

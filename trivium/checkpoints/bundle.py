@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from trivium import config as settings
@@ -17,10 +18,23 @@ from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import sha256, temporary, write_atomic
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Transformer, build, check_weights, empty, load_weights
+from trivium.models.transformer import Transformer, build, check_weights, empty, load_weights, weights
+from trivium.parts.quantized import (
+    LEVELS,
+    TABLE,
+    Bits,
+    Packed,
+    QuantizedLinear,
+    bits_of,
+    blank,
+    embeddings,
+    hollow,
+    pack,
+    unpack_into,
+)
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
-FORMAT = 1
+PLAIN, FORMAT = 1, 2  # a quantised model has format 2, which a trivium that knows only floats refuses
 WEIGHTS, CARD, TOKENIZER = "model.safetensors", "model.json", "tokenizer.json"
 
 
@@ -35,7 +49,13 @@ class Bundle(NamedTuple):
 def save(
     folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, notes: Mapping[str, Any]
 ) -> None:
-    """Write a bundle; the card comes last, so that a folder with a card is whole."""
+    """Write a bundle; the card comes last, so that a folder with a card is whole.
+
+    The weights of a quantised model are written as they are, its embeddings as 8-bit levels.
+    """
+    bits = _bits(tensors)
+    if bits:
+        tensors = stored(config, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     hidden = temporary(folder / WEIGHTS)
     try:
@@ -46,7 +66,8 @@ def save(
         hidden.unlink(missing_ok=True)
     tokenizer.save(folder / TOKENIZER)
     facts = {
-        "format": FORMAT,
+        "format": FORMAT if bits else PLAIN,
+        **({"bits": bits} if bits else {}),
         "config": settings.dump(config),
         "weights": sha256(folder / WEIGHTS),
         "tokenizer": tokenizer.digest,
@@ -58,28 +79,84 @@ def save(
 def open_bundle(folder: Path, *, parts: Sequence[type[Any]] = ()) -> Bundle:
     """The model in a folder, every byte checked before a tensor is used."""
     facts = card(folder / CARD)
-    weights = folder / WEIGHTS
-    if not weights.is_file() or sha256(weights) != facts["weights"]:
-        raise CheckpointError(f"{weights} is missing or damaged; restore it from a copy or from a checkpoint")
+    file = folder / WEIGHTS
+    if not file.is_file() or sha256(file) != facts["weights"]:
+        raise CheckpointError(f"{file} is missing or damaged; restore it from a copy or from a checkpoint")
     tokenizer = open_tokenizer(folder / TOKENIZER)
     if tokenizer.digest != facts["tokenizer"]:
         raise CheckpointError(f"{folder / TOKENIZER} is not the tokenizer this model was trained with; restore it")
-    module = model_from(facts["config"], format.read_tensors(weights), str(folder), parts)
+    bits: Literal[0, 8, 4] = facts["bits"] if facts["format"] == FORMAT else 0
+    module = model_from(facts["config"], format.read_tensors(file), str(folder), parts, bits)
     return Bundle(module, tokenizer, facts["notes"])
 
 
 def model_from(
-    table: Mapping[str, Any], tensors: dict[str, Tensor], where: str, parts: Sequence[type[Any]]
+    table: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    where: str,
+    parts: Sequence[type[Any]],
+    bits: Literal[0, 8, 4] = 0,
 ) -> Transformer:
-    """A model of the configuration in `table`, filled with `tensors`."""
+    """A model of the configuration in `table`, filled with `tensors`; with `bits` those of a quantised one."""
     try:
         config = settings.load(ModelConfig, table, parts=parts)
-        check_weights(build(config, device="meta"), tensors)  # shapes before memory
-        module = empty(config)
-        load_weights(module, tensors)
+        shape = build(config, device="meta")
+        if bits:
+            module = _quantized(shape, tensors, bits)
+        else:
+            check_weights(shape, tensors)  # shapes before memory
+            module = empty(config)
+            load_weights(module, tensors)
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be opened: {error}") from None
     return module.eval()
+
+
+def stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a quantised model as a file has them: embeddings too as levels, which are float in use."""
+    tables = embeddings(build(config, device="meta"))
+    result = {name: tensor for name, tensor in tensors.items() if name not in tables}
+    for name in tables:
+        packed = pack(tensors[name], TABLE)
+        result |= {f"{name}.levels": packed.levels, f"{name}.scales": packed.scales}
+    return result
+
+
+def _quantized(shape: Transformer, tensors: dict[str, Tensor], bits: Bits) -> Transformer:
+    """A quantised model of this shape; its embeddings go from levels to their place, a chunk at a time."""
+    hollow(shape, bits)
+    levels = {f"{name}.levels" for name, part in shape.named_modules() if isinstance(part, QuantizedLinear)}
+    own, given, tables = weights(shape), dict(tensors), {}
+    for name, table in embeddings(shape).items():
+        wanted = blank(table.shape, TABLE, table.device)
+        found = Packed(given.pop(f"{name}.levels", table), given.pop(f"{name}.scales", table))
+        if all(_alike(there, here) for there, here in zip(found, wanted, strict=True)):
+            given[name], tables[name] = table, found  # else it is missing
+    check_weights(shape, given)
+    for name in sorted(levels):
+        if not _alike(given[name], own[name]):
+            raise ConfigError(f"the weights do not fit the configuration: {name} is no {own[name].dtype}")
+    module = empty(shape.config)
+    hollow(module, bits)
+    with torch.no_grad():
+        for name, target in weights(module).items():
+            if name in tables:
+                unpack_into(target, tables[name])
+            elif name in levels:
+                module.get_parameter(name).data = given[name]  # the file's own pages: nothing is held twice
+            else:
+                target.copy_(given[name])
+    return module
+
+
+def _alike(there: Tensor, here: Tensor) -> bool:
+    return there.shape == here.shape and there.dtype == here.dtype
+
+
+def _bits(tensors: Mapping[str, Tensor]) -> int:
+    """How many bits the levels among these tensors have; 0 if there are none."""
+    levels = (tensor for name, tensor in tensors.items() if name.endswith(".levels"))
+    return min((bits_of(tensor) for tensor in levels if tensor.dtype in LEVELS.values()), default=0)
 
 
 def mean_weights(store: Store, count: int, *, say: Callable[[str], None]) -> tuple[dict[str, Tensor], list[int]]:
@@ -131,6 +208,7 @@ def card(path: Path) -> dict[str, Any]:
         version = facts["format"]
         wanted = {"config": dict, "weights": str, "tokenizer": str, "notes": dict}
         sound = type(version) is int and all(isinstance(facts[key], kind) for key, kind in wanted.items())
+        sound = sound and (version != FORMAT or (type(facts["bits"]) is int and facts["bits"] in (8, 4)))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} holds no model: {path.name} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

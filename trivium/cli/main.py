@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trivium.cli import evaluate, use
+from trivium.cli import evaluate, exchange, use
 from trivium.cli.printing import Json, bits, cell, print_json, print_table, standard_input
 from trivium.cli.text import data_app, tokenizer_app
 from trivium.errors import ConfigError, Interrupted, TriviumError, UserError
@@ -150,6 +150,9 @@ app.command()(use.fill)
 app.command()(use.translate)
 app.command()(use.embed)
 app.command("eval")(evaluate.evaluate)
+app.command("import")(exchange.bring)
+app.command()(exchange.export)
+app.command()(exchange.chat)
 
 
 @app.command()

@@ -154,7 +154,7 @@ def _fill(model: Transformer, tokenizer: Tokenizer, probe: Probe) -> Tried:
 def _continue(model: Transformer, tokenizer: Tokenizer, probe: Probe) -> Tried:
     """The log-probability of a candidate and of all that follows it, given what stands before."""
     texts = [probe.filled(candidate) for candidate in probe.candidates]
-    found = score_many(model, [tokenizer.encode(text) for text, _, _ in texts], end=tokenizer.end)
+    found = score_many(model, [tokenizer.encode(text) for text, _, _ in texts], end=tokenizer.begin)
     scores = {}
     for candidate, (text, first, _), nll in zip(probe.candidates, texts, found, strict=True):
         pieces = gap(tokenizer, text, first, len(text)).places

@@ -211,7 +211,7 @@ def score_texts(
     tokens, longest = sum(map(len, ids)), max(map(len, ids), default=0)
     if not tokens:
         raise RequestError("there is no text to score; give at least one character")
-    nll = score_many(model, ids, end=tokenizer.end, stride=stride, precision=precision, tick=tick)
+    nll = score_many(model, ids, end=tokenizer.begin, stride=stride, precision=precision, tick=tick)
     context = model.config.context
     return Score(
         nll=math.fsum(float(each.double().sum()) for each in nll),

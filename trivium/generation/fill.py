@@ -46,10 +46,11 @@ def fill(
     if top < 1:
         raise RequestError(f"top: {top} is less than 1; ask for at least one piece")
     mask = tokenizer.specials[MASK]
+    literal = tokenizer.piece(mask)
     for number, text in enumerate(texts, start=1):
-        if MASK not in text:
+        if literal not in text:
             which = "the text" if len(texts) == 1 else f"text {number}"
-            raise RequestError(f"{which} has no {MASK} to fill; write it where a piece is missing")
+            raise RequestError(f"{which} has no {literal} to fill; write it where a piece is missing")
     rows = framed(model, frame_of(model, tokenizer), [masked_ids(tokenizer, text) for text in texts])
     result: list[list[list[Filling]]] = [[] for _ in texts]
     for part in read(model, rows, batch=batch):
@@ -59,7 +60,7 @@ def fill(
         for (row, _), fillings in zip(places, found, strict=True):
             result[part.texts[row]].append(fillings)
     for text, masks in zip(texts, result, strict=True):
-        for at, before in enumerate(text.split(MASK)[:-1]):
+        for at, before in enumerate(text.split(literal)[:-1]):
             if before[-1:].isspace():  # the space that some pieces begin with is in the text already
                 masks[at] = [_unspaced(filling) for filling in masks[at]]
     return result
@@ -76,7 +77,7 @@ def _likeliest(model: Transformer, tokenizer: Tokenizer, hidden_ND: Tensor, top:
         logits_NV = model.head.logits(hidden_ND).float()[:, : tokenizer.size]
         require_finite(logits_NV.amax(-1))
         probability_NV = logits_NV.softmax(-1)
-        specials = torch.tensor(sorted(tokenizer.specials.values()), device=model.device)
+        specials = torch.tensor(sorted(set(tokenizer.specials.values())), device=model.device)
         best = probability_NV.index_fill(1, specials, -1.0).topk(min(top, tokenizer.size - len(specials)))
     return [
         [Filling(tokenizer.decode([id]), id=id, probability=p) for id, p in zip(ids, values, strict=True)]
@@ -85,13 +86,16 @@ def _likeliest(model: Transformer, tokenizer: Tokenizer, hidden_ND: Tensor, top:
 
 
 def masked_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text in which each [MASK] is one masked piece; every other special spelling is text.
+    """The ids of a text in which each mask literal is one masked piece; every other special spelling is text.
+
+    The literal is the tokenizer's own: [MASK], or what a published tokenizer has for it.
 
     The text is encoded with a letter in place of every mask, and the letter's piece is masked: so a space goes to the
     word to which it belongs in training. Where the letter grows together with its neighbours ("un[MASK]ed") the
     stretches between the masks are encoded each by itself.
     """
-    mask, parts = tokenizer.specials[MASK], text.split(MASK)
+    mask = tokenizer.specials[MASK]
+    parts = text.split(tokenizer.piece(mask))
     whole = _STAND_IN.join(parts)
     gaps = {len(_STAND_IN.join(parts[: index + 1])) for index in range(len(parts) - 1)}
     ids, spans = tokenizer.encode(whole), tokenizer.spans(whole)

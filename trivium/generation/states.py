@@ -15,14 +15,8 @@ from trivium.generation.engine import evaluating
 from trivium.generation.scorer import right_padded
 from trivium.models.transformer import States, Transformer
 from trivium.objectives.masked import CLASS, SEPARATOR
+from trivium.text.adopt import Frame
 from trivium.text.tokenizer import Tokenizer
-
-
-class Frame(NamedTuple):
-    """What stands before and after the ids of a text."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
 
 
 class Read(NamedTuple):
@@ -34,16 +28,19 @@ class Read(NamedTuple):
 
 
 def frame_of(model: Transformer, tokenizer: Tokenizer) -> Frame:
-    """An encoder's text stands between [CLS] and [SEP] if its tokenizer has both; a source ends in the END id.
+    """What stands around the ids of a text: the frame of a published tokenizer, or the one that a family has here.
 
-    Whether an encoder was trained in frames is seen by its tokenizer: training extends it by what it needs.
+    An encoder's text stands between [CLS] and [SEP] if its tokenizer has both: whether it was trained in frames is
+    seen by that, for training extends the tokenizer by what it needs. A source ends in the END id.
     """
+    given, specials = tokenizer.frame, tokenizer.specials
     if model.config.family == "encoder-decoder":
-        return Frame((), (tokenizer.end,))
-    specials = tokenizer.specials
+        return Frame(given.before, given.after or (tokenizer.end,))
+    if given.before or given.after:
+        return given
     if model.config.family == "encoder" and CLASS in specials and SEPARATOR in specials:
         return Frame((specials[CLASS],), (specials[SEPARATOR],))
-    return Frame((), ())
+    return Frame()
 
 
 def framed(model: Transformer, frame: Frame, texts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from trivium.errors import RequestError
@@ -125,19 +126,21 @@ def _beginning(text: str, stop: Sequence[str]) -> int:
 def prompt_of(scorer: Scorer, tokenizer: Tokenizer, text: str) -> Prompt:
     """What a model reads of a text before it writes: the beginning of a document, or a source and <pad>.
 
-    A source ends in the END id, as it does in training; an empty prompt is a document that is about to begin.
+    A source ends in the END id, as it does in training; an empty prompt is a document that is about to begin. What a
+    published tokenizer puts around its texts is around them here too.
     """
-    ids = tokenizer.encode(text)
+    ids, frame = tokenizer.encode(text), tokenizer.frame
     if scorer.family != "encoder-decoder":
-        return Prompt(ids=tuple(ids) or (tokenizer.end,))
-    if PAD not in tokenizer.specials:
+        return Prompt(ids=(*frame.before, *ids) or (tokenizer.begin,))
+    start = frame.start or ((tokenizer.specials[PAD],) if PAD in tokenizer.specials else ())
+    if not start:
         raise RequestError(f"the tokenizer has no special token {PAD}, with which a decoder behind a source begins")
-    return Prompt(ids=(tokenizer.specials[PAD],), source=(*ids, tokenizer.end))
+    return Prompt(ids=start, source=(*frame.before, *ids, *(frame.after or (tokenizer.end,))))
 
 
 def continued(tokenizer: Tokenizer, prompt: Prompt) -> Sequence[int]:
     """The ids of the text that the new one follows on: none behind a source or at the beginning of a document."""
-    return () if prompt.source or prompt.ids == (tokenizer.end,) else prompt.ids
+    return () if prompt.source or {*prompt.ids} <= {tokenizer.begin, tokenizer.end} else prompt.ids
 
 
 def never(tokenizer: Tokenizer) -> frozenset[int]:
@@ -197,20 +200,24 @@ def complete(
 def stream_text(
     model: Transformer | Scorer,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Prompt,
     *,
     tokens: int,
     sampling: Sampling,
     seed: int,
     stop: Sequence[str] = (),
+    stop_ids: frozenset[int] = frozenset(),
     logprobs: int = 0,
     slide: bool = False,
 ) -> Generator[str, None, Completion]:
-    """The text of `complete` piece by piece, never half a character; the generator's return value is the whole."""
+    """The text of `complete` piece by piece, never half a character; the generator's return value is the whole.
+
+    A prompt may also come as ids; `stop_ids` end the text as the END id does.
+    """
     _check(stop)
     scorer = model if isinstance(model, Scorer) else Scorer(model)
-    read = prompt_of(scorer, tokenizer, prompt)
-    request = _request(read, tokens, sampling, seed, 0, logprobs)
+    read = prompt_of(scorer, tokenizer, prompt) if isinstance(prompt, str) else prompt
+    request = replace(_request(read, tokens, sampling, seed, 0, logprobs), stop_ids=stop_ids)
     decoding = stream(scorer, [request], end=tokenizer.end, slide=slide, vocab=tokenizer.size, banned=never(tokenizer))
     transcript = Transcript(tokenizer, stop, continued(tokenizer, read))
 
@@ -225,7 +232,7 @@ def stream_text(
                     break
         finally:
             decoding.close()
-        return transcript.completion(prompt, logprobs=logprobs > 0)
+        return transcript.completion(prompt if isinstance(prompt, str) else "", logprobs=logprobs > 0)
 
     return pieces()
 

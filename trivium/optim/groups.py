@@ -9,6 +9,7 @@ from torch import nn
 
 from trivium.errors import ConfigError
 from trivium.parts.linear import Linear
+from trivium.parts.quantized import bits_in
 
 Kind = Literal["matrix", "head", "embedding", "vector", "other"]
 
@@ -31,6 +32,10 @@ class Weight(NamedTuple):
 
 def trainable(model: nn.Module) -> list[Weight]:
     """Every distinct trainable tensor of a model with its kind; tied tensors once, under their first name."""
+    if bits := bits_in(model):
+        raise ConfigError(
+            f"model: its weights have {bits} bits, which cannot be trained; begin with the model that it was made from"
+        )
     kinds = dict(_kinds(model))
     weights = [
         Weight(name, parameter, "vector" if parameter.ndim < 2 else kinds.get(id(parameter), "other"))

@@ -72,7 +72,8 @@ class MuonStepper:
     def step(self, factor: float, healthy: Tensor) -> None:
         rate, mu = self.options.rate * factor, self.options.momentum
         for group in self.groups:  # as stacks: a dozen kernels for all matrices of a shape, not for each
-            parameters, momenta = [self.names[name] for name in group], [self.momenta[name] for name in group]
+            parameters: list[Tensor] = [self.names[name] for name in group]
+            momenta = [self.momenta[name] for name in group]
             grad_KRC = torch.stack([_gradient(parameter) for parameter in parameters])
             weight_KRC, held_KRC = torch.stack(parameters), torch.stack(momenta)
             moved_KRC = held_KRC.lerp(grad_KRC, 1 - mu)
@@ -111,5 +112,5 @@ def _scale(kind: Literal["original", "adamw"], rows: int, columns: int) -> float
     return 0.2 * float(max(rows, columns) ** 0.5)
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

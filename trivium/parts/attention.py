@@ -222,6 +222,8 @@ class MultiHeadAttention(nn.Module):
     def pack(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""
         layers = (self.query, self.key, self.value)
+        if not all(isinstance(layer, Linear) for layer in layers):
+            return  # quantised: there is no matrix to lay out
         if len({layer.in_features for layer in layers}) > 1:
             return  # cross-attention to another width
         sizes = [layer.out_features for layer in layers]

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.config import fraction, place
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, RequestError
 from trivium.parts.dropout import dropout
 from trivium.parts.feedforward import ACTIVATIONS, Activation
 from trivium.parts.linear import Linear
@@ -79,7 +79,18 @@ class MaskedHead:
         return inner.plus(Softmax(bias=True).cost(site, tied=tied))
 
 
-OUTPUTS: dict[str, type[Output]] = {"softmax": Softmax, "masked": MaskedHead}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOutput:
+    """No vocabulary to choose from: an encoder of sentences, or one that only tells classes apart."""
+
+    def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module:
+        return StatesOnly()
+
+    def cost(self, site: Site, *, tied: bool) -> Cost:
+        return Cost()
+
+
+OUTPUTS: dict[str, type[Output]] = {"softmax": Softmax, "masked": MaskedHead, "none": NoOutput}
 
 
 class SoftmaxOutput(nn.Module):
@@ -122,6 +133,17 @@ class MaskedOutput(nn.Module):
     def nll(self, hidden_ND: Tensor, labels_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
         """As that of the softmax."""
         return _chunked(self.logits, self.project.out_features, hidden_ND, labels_N, smoothing)
+
+
+class StatesOnly(nn.Module):
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._refuse()
+
+    def nll(self, hidden_ND: Tensor, labels_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RequestError("this model has no output over the vocabulary: use its states, or load one with such a head")
 
 
 def _projection(site: Site, tied: nn.Parameter | None, *, bias: bool) -> Linear:

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from trivium.config import at_least
+from trivium.parts.feedforward import ACTIVATIONS
 from trivium.parts.linear import Linear
 from trivium.parts.site import MOST, Cost, Site, matrix
 
@@ -27,6 +27,7 @@ class Pooler:
     """BERT's: `tanh(W h + b)` of the first state, then one score per class; 0 classes leave the pooled state alone."""
 
     classes: int = 2  # next-sentence prediction: class 0 means that B follows A
+    activation: Literal["tanh", "relu"] = "tanh"  # relu: DistilBERT
 
     def __post_init__(self) -> None:
         at_least("classes", self.classes, 0, MOST)
@@ -46,11 +47,12 @@ class PooledSentence(nn.Module):
     def __init__(self, options: Pooler, site: Site) -> None:
         super().__init__()
         self.dense = Linear(site.width, site.width, bias=True, role="pooler")
+        self.activation = ACTIVATIONS[options.activation]
         self.classify = Linear(site.width, options.classes, bias=True, role="head") if options.classes else None
 
     def pooled(self, hidden_BTD: Tensor) -> Tensor:
         """One vector per text."""
-        return torch.tanh(self.dense(hidden_BTD[:, 0]))
+        return self.activation(self.dense(hidden_BTD[:, 0]))
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """One score per class and text; without classes the pooled state itself."""

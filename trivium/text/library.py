@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from trivium.errors import DataError
-from trivium.text.pieces import Joint, Piece
 
 END = "<|endoftext|>"
 UNKNOWN = "<|unk|>"  # a character that was not seen in training: it comes from text, so it is not among the specials
@@ -29,6 +28,17 @@ SPACE = "\u2581"  # SentencePiece's mark for a space
 _BLANK = "\u001c-\u0020\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _WHITE = f"[\\t-\\r{_BLANK}]"
 _WITHIN_LINE = f"[\\t\\v-\\r{_BLANK}]"  # all of it but the newline
+
+
+def parse(text: str) -> tokenizers.Tokenizer:
+    """The library's tokenizer in the text of a tokenizer.json; a DataError with the library's reason if it is none."""
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:
+        # The library raises nothing narrower than Exception, and what it did not foresee is not even one.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(" ".join(str(error).split())) from None
 
 
 def with_end(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -113,7 +123,7 @@ def library_wordpiece(pieces: Iterable[str], case: Case, longest: int) -> tokeni
     inner = tokenizers.Tokenizer(model)
     inner.normalizer = normalizers.BertNormalizer(lowercase=case == "lower")
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    inner.decoder = _wordpiece_decoder()
+    inner.decoder = decoders.WordPiece(prefix="##", cleanup=True)
     return with_end(inner)
 
 
@@ -200,89 +210,3 @@ def _shape(inner: tokenizers.Tokenizer) -> dict[str, Any]:
     return {name: file[name] for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")} | {
         "model": model
     }
-
-
-def joint_of(kind: str) -> Joint:
-    """How the bytes of a kind's pieces join to a text."""
-    joints = {
-        "words": Joint("last"),
-        "word-bpe": Joint("last"),
-        "wordpiece": Joint("first", b" "),
-        "unigram": Joint("first"),
-    }
-    return joints.get(kind, Joint())
-
-
-def pieces_of(kind: str, names: Sequence[str], specials: Mapping[str, int]) -> Iterator[Piece]:
-    """What every id of a kind stands for."""
-    read = _READERS[kind](names)
-    for name in names:
-        yield Piece(name, b"", True, True) if name in specials else read(name)
-
-
-Reader = Callable[[str], Piece]
-
-
-def _characters(names: Sequence[str]) -> Reader:
-    return lambda name: _spaced(name, name.encode())
-
-
-def _bytewise(names: Sequence[str]) -> Reader:
-    to_byte = {character: byte for byte, character in enumerate(byte_alphabet())}
-
-    def read(name: str) -> Piece:
-        # As the library's decoder: a piece with any character outside the alphabet stands for its own spelling.
-        whole = all(character in to_byte for character in name)
-        return _spaced(name, bytes(to_byte[character] for character in name) if whole else name.encode())
-
-    return read
-
-
-def _spaced(name: str, raw: bytes) -> Piece:
-    """A piece of a kind in which white space is text like any other: words lie between it."""
-    text = raw.decode("utf-8", "ignore")
-    return Piece(name, raw, text[:1].isspace(), text[-1:].isspace())
-
-
-def _ended(names: Sequence[str]) -> Reader:
-    return lambda name: Piece(name.replace(" ", END_OF_WORD), name.encode(), False, name.endswith(" "))
-
-
-def _whole(names: Sequence[str]) -> Reader:
-    def read(name: str) -> Piece:
-        return Piece(END_OF_LINE, b"\n", True, True) if name == "\n" else Piece(name, f"{name} ".encode(), True, True)
-
-    return read
-
-
-def _wordpieces(names: Sequence[str]) -> Reader:
-    # The library's decoder says which pieces follow without a space: ## and some punctuation.
-    decoder = _wordpiece_decoder()
-    return lambda name: Piece(name, decoder.decode(["a", name])[1:].encode(), not name.startswith("##"), False)
-
-
-def _wordpiece_decoder() -> decoders.WordPiece:
-    return decoders.WordPiece(prefix="##", cleanup=True)
-
-
-def _marked(names: Sequence[str]) -> Reader:
-    pieces = byte_pieces()
-    # without the fallback such a name can only be text
-    to_byte = {name: bytes([byte]) for byte, name in enumerate(pieces)} if set(pieces) <= set(names) else {}
-
-    def read(name: str) -> Piece:
-        raw = to_byte.get(name) or name.replace(SPACE, " ").encode()
-        return Piece(name, raw, name.startswith(SPACE), False)
-
-    return read
-
-
-_READERS: dict[str, Callable[[Sequence[str]], Reader]] = {
-    "chars": _characters,
-    "bytes": _bytewise,
-    "bpe": _bytewise,
-    "words": _whole,
-    "word-bpe": _ended,
-    "wordpiece": _wordpieces,
-    "unigram": _marked,
-}

@@ -6,17 +6,23 @@ Every kind lives in a tokenizer.json that the library itself can read; `library`
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import tokenizers
 
 from trivium.errors import DataError
 from trivium.files import write_atomic
-from trivium.text.library import END, UNKNOWN, joint_of, kind_of, pieces_of, specials_of, with_specials
+from trivium.text import adopt
+from trivium.text.adopt import Card, Frame
+from trivium.text.charsmap import Charsmap
+from trivium.text.library import END, UNKNOWN, kind_of, parse, specials_of, with_specials
 from trivium.text.pieces import Joint, Pieces
+from trivium.text.reading import pieces_of, reading_of
 
 
 class Tokenizer(Protocol):
@@ -32,11 +38,19 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> int:
-        """The id of <|endoftext|>, which begins and ends every document."""
+        """The id that ends every document: <|endoftext|>, or what a published tokenizer has for it."""
+
+    @property
+    def begin(self) -> int:
+        """The id that begins every document: `end` again, unless a published tokenizer has another one."""
+
+    @property
+    def frame(self) -> Frame:
+        """What a published tokenizer puts around a text by itself; nothing for those that we train."""
 
     @property
     def specials(self) -> Mapping[str, int]:
-        """Every special token: its spelling and its id."""
+        """Every special token: its spelling and its id; of a published tokenizer under our spelling too."""
 
     @property
     def digest(self) -> str:
@@ -86,22 +100,34 @@ class Tokenizer(Protocol):
 
 @final
 class LibraryTokenizer:
-    """A Tokenizer over one of the library's, which it takes over; a DataError if that one is of another kind."""
+    """A Tokenizer over one of the library's, which it takes over; a DataError if that one is of another kind.
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    With a card it is one that others trained, adopted.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, card: Card | None = None) -> None:
         # The library neither stores this setting in its file nor has it on by default, so that "<|endoftext|>" in a
         # document would end it. Truncation and padding do come from files, and would lose or invent text.
         inner.encode_special_tokens = True
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
+        self._card = card
+        self._charsmap: Charsmap | None = None
         self._vocabulary = inner.get_vocab(with_added_tokens=True)
-        if sorted(self._vocabulary.values()) != list(range(len(self._vocabulary))):
-            raise DataError("its ids are not 0, 1, 2, ... without holes")
-        self._specials = specials_of(inner)
-        if END not in self._specials:
-            raise DataError(f"it has no special token {END}")
-        self._kind = kind_of(inner)
+        if card is None:
+            if sorted(self._vocabulary.values()) != list(range(len(self._vocabulary))):
+                raise DataError("its ids are not 0, 1, 2, ... without holes")
+            self._specials = specials_of(inner)
+            if END not in self._specials:
+                raise DataError(f"it has no special token {END}")
+            self._kind, self._reading = kind_of(inner), reading_of(kind_of(inner))
+            self._names = sorted(self._vocabulary, key=self._vocabulary.__getitem__)
+        else:
+            self._specials = card.specials
+            self._kind, self._reading = adopt.kind_of_model(inner), adopt.reading(inner)
+            self._names = adopt.names(inner, card)
+            self._charsmap = Charsmap.read(card.charsmap) if card.charsmap else None
         forged = {id for ids in self.encode_many(list(self._specials)) for id in ids}
         if not forged.isdisjoint(self._specials.values()):
             raise DataError("it takes the spelling of a special token in a text for the token itself")
@@ -112,11 +138,24 @@ class LibraryTokenizer:
 
     @property
     def size(self) -> int:
-        return len(self._vocabulary)
+        return len(self._names)
 
     @property
     def end(self) -> int:
-        return self._specials[END]
+        return self._specials[self._card.roles.end if self._card else END]
+
+    @property
+    def begin(self) -> int:
+        return self._specials[self._card.roles.begin] if self._card and self._card.roles.begin else self.end
+
+    @property
+    def frame(self) -> Frame:
+        return self._card.frame if self._card else Frame()
+
+    @property
+    def card(self) -> Card | None:
+        """What is known of a tokenizer that others trained."""
+        return self._card
 
     @property
     def specials(self) -> Mapping[str, int]:
@@ -128,11 +167,11 @@ class LibraryTokenizer:
 
     @property
     def exact_cut(self) -> bool:
-        return self._kind in ("chars", "bytes")
+        return self._card is None and self._kind in ("chars", "bytes")
 
     @property
     def joint(self) -> Joint:
-        return joint_of(self._kind)
+        return self._reading.joint
 
     def encode(self, text: str) -> list[int]:
         return self.encode_many([text])[0]
@@ -145,13 +184,18 @@ class LibraryTokenizer:
         if self._kind == "chars":
             table, unknown = self._vocabulary, self._vocabulary[UNKNOWN]
             return [[table.get(character, unknown) for character in text] for text in texts]
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        spelled = list(texts) if self._charsmap is None else [self._charsmap.spell(text) for text in texts]
+        encodings = self._inner.encode_batch_fast(spelled, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         utf8(text)
-        offsets: list[tuple[int, int]] = self._inner.encode(text, add_special_tokens=False).offsets
-        return offsets
+        spelled = text if self._charsmap is None else self._charsmap.spell(text)
+        offsets: list[tuple[int, int]] = self._inner.encode(spelled, add_special_tokens=False).offsets
+        if self._charsmap is None:
+            return offsets
+        origins = [*self._charsmap.origins(text), (len(text), len(text))]
+        return [(origins[first][0], origins[max(first, last - 1)][1]) for first, last in offsets]
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = False) -> str:
         return self._pieces.text(ids, skip_specials=skip_specials)
@@ -180,18 +224,33 @@ class LibraryTokenizer:
             utf8(text)
         if not new:
             return self
-        return LibraryTokenizer(with_specials(tokenizers.Tokenizer.from_str(self.serialise()), new))
+        if self._card is not None:
+            return LibraryTokenizer(*adopt.extend(self._inner, self._card, new, self.size))
+        return LibraryTokenizer(with_specials(parse(self.serialise()), new))
+
+    def framed(self, frame: Frame) -> LibraryTokenizer:
+        """The same tokenizer, which others trained, with another frame."""
+        assert self._card is not None
+        return LibraryTokenizer(self._inner, replace(self._card, frame=frame))
 
     def serialise(self) -> str:
-        return self._inner.to_str(pretty=True)
+        text = self._inner.to_str(pretty=True)
+        return text if self._card is None else f'{{"{adopt.CARD}": {self._card.dump()},{text[1:]}'
+
+    def shown(self) -> dict[str, Any]:
+        """The content of tokenizer.json as other programs read it."""
+        file: dict[str, Any] = json.loads(self._inner.to_str())
+        return file if self._card is None else adopt.shown(self._inner, self._card)
 
     def save(self, path: Path) -> None:
         write_atomic(path, self.serialise().encode())
 
     @cached_property
     def _pieces(self) -> Pieces:
-        names = sorted(self._vocabulary, key=self._vocabulary.__getitem__)
-        return Pieces(pieces_of(self._kind, names, self._specials), self._specials, self.joint)
+        added = self._inner.get_added_tokens_decoder().values()
+        spelled = {token.content for token in added if not token.special}
+        specials = self._card.spellings if self._card else self._specials
+        return Pieces(pieces_of(self._reading, self._names, specials, spelled), self._specials, self.joint)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -205,15 +264,18 @@ def open_tokenizer(path: Path) -> Tokenizer:
         raise DataError(f"{file} is not UTF-8 text (byte {error.start}); name a tokenizer.json") from None
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}; name a tokenizer.json") from None
+    card = None
     try:
-        inner = tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:
-        # The library raises nothing narrower than Exception, and what it did not foresee is not even one.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        if text.startswith(f'{{"{adopt.CARD}"'):
+            values = json.loads(text)
+            card = values.pop(adopt.CARD)
+            adopt.check_ids(values)
+            text = json.dumps(values)
+        inner = parse(text)
+    except (DataError, ValueError, RecursionError) as error:
         raise DataError(f"{file} is not a tokenizer.json ({error}); name another file or train anew") from None
     try:
-        return LibraryTokenizer(inner)
+        return LibraryTokenizer(inner, None if card is None else Card.read(card))
     except DataError as error:
         raise DataError(f"{file} cannot be used: {error}; name a file of a kind that trivium trains") from None
 

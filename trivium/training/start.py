@@ -147,7 +147,13 @@ def _find(path: Path, *, keep: bool, say: Callable[[str], None]) -> Origin:
 def _described(path: Path) -> Origin:
     """A checkpoint or a saved model with what its folder says of it."""
     if not (path / format.MANIFEST).is_file():
-        return Origin(path, path, {"model": bundle.card(path / bundle.CARD)["config"]})
+        card = bundle.card(path / bundle.CARD)
+        if "bits" in card:
+            raise ConfigError(
+                f"start: the weights of {path} have {card['bits']} bits, which cannot be trained; name the model that "
+                "it was made from"
+            )
+        return Origin(path, path, {"model": card["config"]})
     home = path.parent.parent  # RUN/checkpoints/step-N
     if not (home / "config.toml").is_file():
         raise ConfigError(f"start: {path} lies in no run; name a checkpoint where its run wrote it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trivium.parts.positions.absolute import Learned, LearnedPositions, NoPositions, Sinusoidal, SinusoidalPositions
 from trivium.parts.positions.base import Position, Positions
+from trivium.parts.positions.both import Both, BothPositions
 from trivium.parts.positions.relative import Alibi, AlibiPositions, BucketPositions, Buckets, Shaw, ShawPositions
 from trivium.parts.positions.rotary import Rotary, RotaryPositions
 from trivium.parts.positions.scaling import SCALINGS, LinearScaling, Llama3, NoScaling, Ntk, Scaling, Yarn
@@ -13,6 +14,8 @@ __all__ = [
     "SCALINGS",
     "Alibi",
     "AlibiPositions",
+    "Both",
+    "BothPositions",
     "BucketPositions",
     "Buckets",
     "Learned",
@@ -42,4 +45,5 @@ POSITIONS: dict[str, type[Position]] = {
     "t5": Buckets,
     "rotary": Rotary,
     "alibi": Alibi,
+    "both": Both,
 }

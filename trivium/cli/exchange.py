@@ -1,0 +1,145 @@
+"""`trivium import`, `export` and `chat`: models from and to the rest of the world."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trivium.cli.render import watcher
+from trivium.cli.use import Device, ModelPath
+from trivium.errors import RequestError
+
+KINDS = ("hf", "gguf", "onnx", "trivium")
+_COMPARED = 200_000  # characters on which bits per byte are compared
+
+
+def bring(
+    source: Annotated[Path, typer.Argument(help="A Hugging Face folder, a .gguf file or a llama2.c .bin file.")],
+    out: Annotated[Path, typer.Argument(help="The folder to save it in, in trivium's own form.")],
+    bits: Annotated[int, typer.Option(help="Quantise the weights to 8 or 4 bits; 0 keeps them.")] = 0,
+) -> None:
+    """Take over a published checkpoint: model.safetensors, model.json and tokenizer.json in one folder.
+
+    Every command opens such files directly, too; importing them checks and hashes everything once.
+    Example: trivium import downloads/gpt2 models/gpt2
+    """
+    from trivium import api
+
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        raise RequestError(f"{out} already exists; name another folder")
+    with watcher() as watch:
+        m = api.load(source, device="cpu", bits=bits, say=watch.say, tick=watch.tick)
+    m.save(out)
+    typer.echo(f"{out}: a {m.config.family} with {m.config.parameters():,} parameters")
+
+
+def export(
+    model: ModelPath,
+    kind: Annotated[str, typer.Argument(help="hf, gguf, onnx, or trivium (with --bits).")],
+    out: Annotated[Path, typer.Argument(help="The folder to make, or the .gguf file.")],
+    bits: Annotated[int, typer.Option(help="gguf: 32, 16 or 8. trivium: 8 or 4, weights alone.")] = 0,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="The text to compare bits per byte on; without it the run's own for validation."),
+    ] = None,
+    average: Annotated[int, typer.Option(help="Use the mean of the run's newest K checkpoints.", metavar="K")] = 0,
+) -> None:
+    """Write a model for other programs; it is read back and its logits compared before the command says done.
+
+    Example: trivium export runs/demo-gpt hf exported/demo, or: trivium export runs/demo-gpt trivium small --bits 8
+    """
+    from trivium import api
+
+    if kind not in KINDS:
+        raise RequestError(f"export: {kind!r} is none of {', '.join(KINDS)}")
+    with watcher() as watch:
+        m = api.load(model, device="cpu", average=average, say=watch.say, tick=watch.tick)
+        if kind == "trivium":
+            _smaller(m, model, out, bits, text)
+            return
+        m.export(_kind(kind), out, bits=bits or 32, say=watch.say)
+    typer.echo(str(out))
+
+
+def _kind(kind: str) -> Any:
+    return kind
+
+
+def _smaller(m: Any, model: Path, out: Path, bits: int, text: Path | None) -> None:
+    """Quantise, save, read back, and print size and bits per byte of both."""
+    from trivium.checkpoints.bundle import Bundle
+    from trivium.evaluation.likelihood import score_text
+    from trivium.interop.quantize import export_bits
+
+    if not bits:
+        raise RequestError("export trivium: give --bits 8 or --bits 4; a model that keeps its bits is there already")
+    name, sample = _sample(m, model, text)
+
+    def score(module: Any) -> float:
+        return score_text(module, m.tokenizer, sample).bits_per_byte if m.config.family == "decoder" else float("nan")
+
+    found = export_bits(Bundle(m.module, m.tokenizer, m.notes), out, bits, score=score)
+    report = found.report
+    typer.echo(f"{out}: {report.after / 1e6:,.1f} MB of weights, {report.before / 1e6:,.1f} MB before")
+    if m.config.family == "decoder":
+        change = found.after - found.before
+        typer.echo(f"bits per byte on {name}: {found.before:.4f} before, {found.after:.4f} after ({change:+.4f})")
+
+
+def _sample(m: Any, model: Path, text: Path | None) -> tuple[str, str]:
+    """A text to compare on and its name: the one that is given, the run's own validation text, or some Shakespeare."""
+    from trivium.cli.demos.assets import text_of
+    from trivium.data.config import DataConfig
+    from trivium.data.shards import open_shards
+    from trivium.data.sources import texts
+
+    if text is not None:
+        found = "".join(texts(DataConfig(paths=(str(text),)), read=lambda count: None))
+        return str(text), found[:_COMPARED]
+    if (model / "data" / "manifest.json").is_file():
+        ids = open_shards(model / "data", tokenizer_digest=m.tokenizer.digest).valid.ids[:_COMPARED]
+        found = m.tokenizer.decode([int(id) for id in ids if id != m.tokenizer.end])
+        if found:
+            return "the run's validation text", found[:_COMPARED]
+    return "the last tenth of Tiny Shakespeare", text_of("shakespeare-test.txt.gz")[:_COMPARED]
+
+
+def chat(
+    model: ModelPath,
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    tokens: Annotated[int, typer.Option(help="The longest answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.9,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Talk to a model that was trained for conversations, such as SmolLM2-Instruct; an empty line or Ctrl-D ends it.
+
+    Example: trivium chat models/smollm2.gguf, or: echo "What is a tram?" | trivium chat models/smollm2.gguf
+    """
+    from trivium import api
+    from trivium.generation.chat import chat_of
+
+    with watcher() as watch:
+        m = api.load(model, device=device, say=watch.say, tick=watch.tick)
+    chat_of(m.tokenizer, m.notes)  # a model without a template is refused before anybody types
+    messages = [{"role": "system", "content": system}] if system else []
+    terminal = sys.stdin.isatty()
+    while True:
+        try:
+            said = input("> ") if terminal else sys.stdin.readline().rstrip("\n")
+        except EOFError:
+            break
+        if not said.strip():
+            break
+        messages.append({"role": "user", "content": said})
+        answer = ""
+        for piece in m.chat(messages, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed + len(messages)):
+            answer += piece
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
+        typer.echo()
+        messages.append({"role": "assistant", "content": answer})

@@ -1,0 +1,1 @@
+"""Checkpoints from and to the rest of the world."""

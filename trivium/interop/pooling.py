@@ -1,0 +1,70 @@
+"""How a sentence encoder makes one vector of a text: the files that sentence-transformers keeps beside a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trivium.errors import CheckpointError
+from trivium.interop.shards import json_table, within
+
+MODULES, SENTENCES = "modules.json", "sentence_bert_config.json"
+_LONGEST = 1 << 20  # bytes: a list of a few modules
+_MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+
+
+def pooling(folder: Path) -> dict[str, Any]:
+    """`pooling` (mean or cls), `normalize` and `longest` (tokens of a text) as a folder gives them, else nothing.
+
+    `unread` names what it asks for and we do not have; then there is no `pooling`, or more comes after it.
+    """
+    if not (folder / MODULES).exists():
+        return {}
+    result: dict[str, Any] = {}
+    modes, unread = set[str](), list[str]()
+    for kind, path in _modules(folder):
+        if kind == "Pooling":
+            table = json_table(_inside(folder, path))
+            modes |= {name for name, value in table.items() if name.startswith("pooling_mode_") and value is True}
+        elif kind == "Normalize":
+            result["normalize"] = True
+        elif kind != "Transformer":
+            unread.append(kind)
+    if len(modes) == 1 and modes <= _MODES.keys():
+        result["pooling"] = _MODES[modes.pop()]
+    unread += sorted(modes)
+    if unread:
+        result["unread"] = unread
+    if (folder / SENTENCES).exists():
+        longest = json_table(within(folder, SENTENCES)).get("max_seq_length")
+        if type(longest) is int and longest > 0:
+            result["longest"] = longest
+    return result
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """The last word of each module's type, and its folder; the type is compared, never imported."""
+    path = within(folder, MODULES)
+    try:
+        steps = json.loads(path.read_bytes()) if path.stat().st_size <= _LONGEST else None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not JSON; fetch it again") from None
+    if not isinstance(steps, list):
+        raise CheckpointError(f"{path} does not hold a list of modules; fetch it again")
+    result = []
+    for step in steps:
+        kind, place = (step.get("type"), step.get("path")) if isinstance(step, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(place, str):
+            raise CheckpointError(f"{path} has a module without type and path; fetch it again")
+        result.append((kind.rsplit(".", 1)[-1], place))
+    return result
+
+
+def _inside(folder: Path, place: str) -> Path:
+    """The settings of a module, whose folder must be one beside modules.json."""
+    if "/" in place or "\\" in place or place in ("", ".", ".."):
+        raise CheckpointError(f"{folder / MODULES} names the folder {place[:80]!r}, which is not one beside it")
+    return within(folder, f"{place}/config.json")

@@ -1,0 +1,297 @@
+"""The tokenizer in a folder that others published, and ours as they read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from trivium.errors import DataError, RequestError
+from trivium.files import write_atomic
+from trivium.text import sentencepiece
+from trivium.text.adopt import CARD, Frame, Roles, added_token, adopt
+from trivium.text.library import END, parse
+from trivium.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, UNUSED, Scored
+from trivium.text.tables import byte_level_bpe, suffix_bpe, wordpiece
+from trivium.text.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
+
+__all__ = ["byte_level_bpe", "read_tokenizer", "wordpiece", "write_tokenizer"]
+
+_LARGEST = 256 << 20  # bytes of a JSON file; Gemma's tokenizer.json has 33 MB
+_SPM = ("tokenizer.model", "spiece.model", "source.spm", "sentencepiece.bpe.model")
+_BPE = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+_TOKENS = {
+    "begin": "bos_token",
+    "end": "eos_token",
+    "pad": "pad_token",
+    "mask": "mask_token",
+    "first": "cls_token",
+    "separator": "sep_token",
+}
+_FRAMED = ("roberta", "bart", "mpnet", "longformer", "led")  # a text of theirs stands between <s> and </s>
+_SENTINELS = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder: tokenizer.json, a vocabulary with merges, BERT's vocab.txt or a SentencePiece model.
+
+    None if the folder has none of these files; a DataError that names the file if it cannot be used.
+    """
+    said = _Said(folder)
+    readers = [
+        ("tokenizer.json", _library),
+        *((name, _sentencepiece) for name in _SPM),
+        *((names[0], _merged) for names in _BPE if (folder / names[1]).is_file()),
+        ("vocab.txt", _wordpieces),
+    ]
+    for name, read in readers:
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            return read(file, said)
+        except DataError as error:
+            if str(error).startswith(str(folder)):
+                raise
+            raise DataError(f"{file} cannot be used: {error}; give the tokenizer.json that goes with it") from None
+    return None
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, template: str = "") -> None:
+    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json as transformers reads them.
+
+    `template` is the published text of a chat template. Transformers takes the spelling of a special token in a text
+    for the token; all other text has the same ids.
+    """
+    if not isinstance(tokenizer, LibraryTokenizer):
+        raise RequestError("there is no tokenizer to export; put its files beside the model and load it again")
+    file, card = tokenizer.shown(), tokenizer.card
+    roles = card.roles if card else Roles(begin=END, end=END).completed(tokenizer.specials)
+    named = {key: spelling for role, key in _TOKENS.items() if (spelling := asdict(roles)[role])}
+    unknown = file["model"].get("unk_token")
+    tokens = named | ({"unk_token": unknown} if unknown else {})
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokens}
+    settings |= {"chat_template": template} if template else {}
+    for name, values in (
+        ("tokenizer.json", file),
+        ("special_tokens_map.json", tokens),
+        ("tokenizer_config.json", settings),
+    ):
+        write_atomic(folder / name, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+class _Said:
+    """What the small files beside a tokenizer say of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = _object(folder / "config.json")
+        self.settings = _object(folder / "special_tokens_map.json") | _object(folder / "tokenizer_config.json")
+        legacy = _object(folder / "added_tokens.json")
+        listed = self.settings.get("added_tokens_decoder")
+        added: dict[str, tuple[int, bool]] = {
+            content: (id, True) for content, id in legacy.items() if type(id) is int and id >= 0
+        }
+        for id, entry in listed.items() if isinstance(listed, dict) else ():
+            content = _content(entry)
+            if content and id.isdecimal() and len(id) < 10:
+                added[content] = (int(id), bool(isinstance(entry, dict) and entry.get("special")))
+        self.added = added
+
+    @property
+    def sort(self) -> str:
+        """The sort of model: "roberta", "t5", ...; "" if nothing says so."""
+        named = str(self.settings.get("tokenizer_class", "")).removesuffix("Fast").removesuffix("Tokenizer")
+        return str(self.config.get("model_type") or named).lower()
+
+    @property
+    def roles(self) -> Roles:
+        """The special tokens that the files name."""
+        return Roles(**{role: _content(self.settings.get(key)) for role, key in _TOKENS.items()})
+
+    @property
+    def specials(self) -> set[str]:
+        """Tokens that are special though they have no role."""
+        more = [self.settings.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
+        listed = [entry for group in more if isinstance(group, list | dict) for entry in _values(group)]
+        return {_content(entry) for entry in listed} - {""} | {
+            name for name, (_, special) in self.added.items() if special
+        }
+
+    def flag(self, key: str, default: bool | None) -> bool | None:
+        """A yes or no among the settings."""
+        value = self.settings.get(key)
+        return value if isinstance(value, bool) else default
+
+    def framed(self, tokenizer: Tokenizer, frame: Frame) -> Frame:
+        """A frame with or without begin and end as the settings ask, and what a decoder begins with."""
+        before, after = frame.before, frame.after
+        begins = self.flag("add_bos_token", None)
+        if begins is not None:
+            before = tuple(id for id in before if id != tokenizer.begin)
+            before = (tokenizer.begin, *before) if begins else before
+        ends = self.flag("add_eos_token", None)
+        if ends and after[-1:] != (tokenizer.end,):
+            after = (*after, tokenizer.end)
+        start: Any = self.config.get("decoder_start_token_id")
+        known = isinstance(start, int) and 0 <= start < tokenizer.size
+        return Frame(before, after, (int(start),) if known else ())
+
+
+def _library(file: Path, said: _Said) -> Tokenizer:
+    contents = _object(file)
+    if CARD in contents:
+        return open_tokenizer(file)
+    if _ours(said.roles):
+        try:
+            return LibraryTokenizer(parse(json.dumps(contents)))
+        except DataError:
+            pass  # of another kind, or with another end
+    known = {entry.get("content") for entry in contents.get("added_tokens", ()) if isinstance(entry, dict)}
+    new = [
+        {**added_token(name, id), "special": special} for name, (id, special) in said.added.items() if name not in known
+    ]
+    contents["added_tokens"] = [*contents.get("added_tokens", ()), *sorted(new, key=lambda entry: int(entry["id"]))]
+    tokenizer = LibraryTokenizer(*adopt(contents, said.roles, specials=said.specials))
+    return tokenizer.framed(said.framed(tokenizer, tokenizer.frame))
+
+
+def _ours(roles: Roles) -> bool:
+    """Whether a tokenizer.json may be one that we wrote: its end is ours, and every role has our spelling."""
+    usual = Roles(begin=END, end=END, pad="<pad>", mask="[MASK]", first="[CLS]", separator="[SEP]")
+    named = {role: spelling for role, spelling in asdict(roles).items() if spelling and spelling != "[PAD]"}
+    return roles.end == END and named.items() <= asdict(usual).items()
+
+
+def _merged(file: Path, said: _Said) -> Tokenizer:
+    vocab = {name: id for name, id in _object(file).items() if type(id) is int and id >= 0}
+    merges = _merges(file.parent / dict(_BPE)[file.name])
+    specials = {name: id for name, (id, special) in said.added.items() if special}
+    plain = {name: id for name, (id, special) in said.added.items() if not special}
+    roles = said.roles
+    if "<s>" in vocab and "</s>" in vocab:
+        usual = Roles(begin="<s>", end="</s>", pad="<pad>", mask="<mask>")
+        framed = said.sort in _FRAMED or "<mask>" in vocab
+        usual = replace(usual, first="<s>", separator="</s>") if framed else usual
+        roles = Roles(**{role: named or asdict(usual)[role] for role, named in asdict(roles).items()})
+        frame = Frame((vocab["<s>"],), (vocab["</s>"],)) if framed else Frame()
+        specials |= {name: vocab[name] for name in ("<s>", "<pad>", "</s>", "<mask>") if name in vocab}
+    else:
+        frame = Frame()
+        specials |= {name: vocab[name] for name in (END, *asdict(roles).values()) if name in vocab}
+    if any(name.endswith("</w>") for name in vocab):
+        return suffix_bpe(vocab, merges, specials=specials, roles=roles)
+    split = "qwen2" if said.sort.startswith("qwen") else "gpt2"
+    for name, id in plain.items():
+        vocab.setdefault(name, id)
+    specials = {name: vocab.get(name, id) for name, id in specials.items()}
+    tokenizer = byte_level_bpe(vocab, merges, specials=specials, split=split, roles=roles, added=plain)
+    return tokenizer.framed(said.framed(tokenizer, frame))
+
+
+def _wordpieces(file: Path, said: _Said) -> Tokenizer:
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError):
+        raise DataError("it is not UTF-8 text") from None
+    vocab = {line: id for id, line in enumerate(lines if lines[-1] else lines[:-1])}
+    vocab |= {name: id for name, (id, _) in said.added.items() if name not in vocab}
+    roles, ends = said.roles, ("[CLS]", "[SEP]")
+    if "[CLS]" not in vocab and {"<s>", "</s>"} <= vocab.keys():  # MPNet
+        ends = ("<s>", "</s>")
+        usual = Roles(begin="<s>", end="</s>", pad="<pad>", mask="<mask>", first="<s>", separator="</s>")
+        roles = Roles(**{role: named or asdict(usual)[role] for role, named in asdict(roles).items()})
+    return wordpiece(
+        vocab,
+        lower=said.flag("do_lower_case", True) is True,
+        accents=said.flag("strip_accents", None),
+        chinese=said.flag("tokenize_chinese_chars", True) is True,
+        specials=said.specials,
+        roles=roles,
+        frame=Frame((vocab[ends[0]],), (vocab[ends[1]],)) if {*ends} <= vocab.keys() else Frame(),
+    )
+
+
+def _sentencepiece(file: Path, said: _Said) -> Tokenizer:
+    model = sentencepiece.read_model(file)
+    pieces, roles = list(model.pieces), model.roles
+    if file.name == "source.spm":
+        pieces = _translated(pieces, _object(file.parent / "vocab.json"))
+        roles = Roles(end="</s>", pad="<pad>")
+    elif file.name == "sentencepiece.bpe.model":
+        if said.sort not in ("xlm-roberta", "xlmroberta"):
+            raise DataError(f"the ids of a model of the sort {said.sort or 'unknown'!r} are not those of its pieces")
+        pieces = [*(Scored(name, 0.0, CONTROL) for name in ("<s>", "<pad>", "</s>")), Scored("<unk>", 0.0, UNKNOWN)]
+        pieces += [*model.pieces[3:], Scored("<mask>", 0.0, CONTROL)]
+        roles = Roles(begin="<s>", end="</s>", pad="<pad>", mask="<mask>", first="<s>", separator="</s>")
+    if said.sort in _SENTINELS and not any(piece.text.endswith("<extra_id_0>") for piece in pieces):
+        extra = said.settings.get("extra_ids", 100)
+        count = extra if type(extra) is int and 0 <= extra <= 10_000 else 100
+        pieces += [Scored(f"<extra_id_{count - 1 - place}>", 0.0, CONTROL) for place in range(count)]
+    for content, (id, special) in sorted(said.added.items(), key=lambda item: item[1]):
+        if id == len(pieces):
+            pieces.append(Scored(content, 0.0, CONTROL if special else sentencepiece.USER))
+    roles = Roles(**{role: named or asdict(roles)[role] for role, named in asdict(said.roles).items()})
+    tokenizer = sentencepiece.tokenizer_of(replace(model, pieces=tuple(pieces)), roles=roles)
+    return tokenizer.framed(said.framed(tokenizer, _usual_frame(tokenizer, file.name, said)))
+
+
+def _usual_frame(tokenizer: Tokenizer, name: str, said: _Said) -> Frame:
+    """What the sorts of models with SentencePiece put around a text unless their settings say otherwise."""
+    if name == "sentencepiece.bpe.model":
+        return Frame((tokenizer.begin,), (tokenizer.end,))
+    if name == "source.spm" or said.sort in _SENTINELS:
+        return Frame((), (tokenizer.end,))
+    return Frame((tokenizer.begin,) if tokenizer.begin != tokenizer.end else ())
+
+
+def _translated(pieces: list[Scored], vocab: Mapping[str, Any]) -> list[Scored]:
+    """Marian's ids: a table for two languages, of which only the pieces of the source are found in a text."""
+    ids = {name: id for name, id in vocab.items() if type(id) is int}
+    if sorted(ids.values()) != list(range(len(ids))) or not ids:
+        raise DataError("vocab.json beside it is missing, or its ids are not 0, 1, 2, ...")
+    scores = {piece.text: piece for piece in pieces if piece.type == NORMAL}
+    marks = {"<unk>": UNKNOWN, "</s>": CONTROL, "<pad>": CONTROL}
+    return [
+        scores.get(name) or Scored(name, 0.0, CONTROL if name.startswith(">>") else marks.get(name, UNUSED))
+        for name in sorted(ids, key=ids.__getitem__)
+    ]
+
+
+def _merges(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError):
+        raise DataError(f"{path} is not UTF-8 text; restore it from a copy") from None
+    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise DataError(f"{path} has a line that is not two pieces; restore it from a copy")
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise DataError(f"{path} is larger than any tokenizer's file; name another folder")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
+    except (ValueError, RecursionError):
+        raise DataError(f"{path} is not JSON; restore it from a copy") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is not a JSON object; restore it from a copy")
+    return value
+
+
+def _content(entry: Any) -> str:
+    """The spelling of a token, which is a string or an object with one."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else ""
+
+
+def _values(group: list[Any] | dict[str, Any]) -> list[Any]:
+    return list(group.values()) if isinstance(group, dict) else group
