@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from trivium import config as settings
 from trivium.checkpoints import bundle
+from trivium.checkpoints.format import Stored
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, RequestError
 from trivium.evaluation.likelihood import Score, score_text
@@ -19,6 +21,7 @@ from trivium.evaluation.results import results
 from trivium.generation import chat as conversation
 from trivium.generation import embed as vectors
 from trivium.generation.beam import Beam
+from trivium.generation.classify import Text, Verdict, classify
 from trivium.generation.embed import Neighbour, Pooling, neighbours
 from trivium.generation.fill import Filling, fill
 from trivium.generation.sampling import Sampling
@@ -34,7 +37,7 @@ from trivium.interop.load import open_foreign
 from trivium.interop.onnx import export_onnx
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
-from trivium.models.transformer import Transformer, arrange, weights
+from trivium.models.transformer import Lay, Transformer, lay_out, weights
 from trivium.models.transformer import build as build_module
 from trivium.text.chat import Message, Role
 from trivium.text.missing import MissingTokenizer
@@ -54,6 +57,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Score",
+    "Verdict",
     "build",
     "load",
     "neighbours",
@@ -93,6 +97,11 @@ class Model:
     @property
     def config(self) -> ModelConfig:
         return self.module.config
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """The ids that end a text beside the tokenizer's END, as a published model's settings say."""
+        return frozenset(self.notes.get("ids", {}).get("eos", []))
 
     def logits(
         self, ids: Ids, target: Ids | None = None, *, segments: Ids | None = None, padding: Tensor | None = None
@@ -136,6 +145,7 @@ class Model:
             seed=seed,
             n=n,
             stop=_strings(stop),
+            stop_ids=self._ends,
             logprobs=logprobs,
             slide=slide,
         )
@@ -165,6 +175,7 @@ class Model:
             sampling=_sampling(temperature, top_k, top_p, min_p, repetition_penalty),
             seed=seed,
             stop=_strings(stop),
+            stop_ids=self._ends,
             slide=slide,
         )
 
@@ -185,13 +196,12 @@ class Model:
         It is written as the template that came with the model says; special spellings in a message stay text.
         """
         given = [Message("user", messages)] if isinstance(messages, str) else [_message(each) for each in messages]
-        ends = self.notes.get("ids", {}).get("eos", [])
         return conversation.answer(
             self.module,
             self.tokenizer,
             conversation.chat_of(self.tokenizer, self.notes),
             given,
-            ends=frozenset(ends),
+            ends=self._ends,
             tokens=tokens,
             sampling=_sampling(temperature, top_k, top_p, min_p, repetition_penalty),
             seed=seed,
@@ -206,6 +216,7 @@ class Model:
         coverage: float = 0.0,
         n: int = 1,
         tokens: int = 0,
+        language: str = "",
         ensemble: Sequence[Model] = (),
         rows: int = 0,
         tick: Callable[[int, int], None] = lambda done, of: None,
@@ -213,7 +224,8 @@ class Model:
         """The best translation of each text by beam search: a string with `.score`, `.logprob`, `.ids` and `.reason`.
 
         With n > 1 a list of the n best; one text gives one answer, a list a list. `ensemble` names other models of the
-        same tokenizer that vote with this one. At most `tokens` tokens, 0 means 50 more than the source.
+        same tokenizer that vote with this one. At most `tokens` tokens, 0 means 50 more than the source. `language` is
+        the code of the target for a model that was trained on several, as "fra" for Marian's >>fra<<.
         """
         if self.config.family != "encoder-decoder":
             raise RequestError(f"a model of the {self.config.family} family cannot translate; load an encoder-decoder")
@@ -223,7 +235,17 @@ class Model:
         scorer = Scorer(self.module, *(other.module for other in ensemble))
         beam = Beam(beams=beams, alpha=alpha, coverage=coverage, n=n)
         given = [texts] if isinstance(texts, str) else list(texts)
-        found = search_texts(scorer, self.tokenizer, given, beam=beam, tokens=tokens, rows=rows, tick=tick)
+        found = search_texts(
+            scorer,
+            self.tokenizer,
+            given,
+            beam=beam,
+            tokens=tokens,
+            language=language,
+            stop_ids=self._ends,
+            rows=rows,
+            tick=tick,
+        )
         each: list[Any] = [best if n > 1 else best[0] for best in found]
         return each[0] if isinstance(texts, str) else each
 
@@ -232,7 +254,7 @@ class Model:
     ) -> list[Hypothesis]:
         """The n best continuations of a prompt by beam search; of an encoder-decoder, what it writes from a source."""
         beam = Beam(beams=beams, alpha=alpha, n=n)
-        return search_texts(self.module, self.tokenizer, [prompt], beam=beam, tokens=tokens)[0]
+        return search_texts(self.module, self.tokenizer, [prompt], beam=beam, tokens=tokens, stop_ids=self._ends)[0]
 
     def fill(self, text: str | Sequence[str], *, top: int = 5) -> Any:
         """The likeliest pieces behind each [MASK], best first: strings with `.probability` and `.id`.
@@ -245,21 +267,39 @@ class Model:
         each: list[Any] = [masks if len(masks) > 1 else masks[0] for masks in found]
         return each[0] if isinstance(text, str) else each
 
+    @property
+    def labels(self) -> list[str]:
+        """The names of the classes that `classify` tells apart, as the model's own files have them."""
+        return [str(label) for label in self.notes.get("labels", [])]
+
+    def classify(self, texts: Text | Sequence[Text]) -> Any:
+        """The class of a text, or of each of several: a string that also has `.probabilities`.
+
+        A pair of texts, as in (premise, hypothesis), is a tuple of two.
+        """
+        given = [texts] if isinstance(texts, str | tuple) else list(texts)
+        found = classify(self.module, self.tokenizer, given, self.labels)
+        return found[0] if isinstance(texts, str | tuple) else found
+
     def embed(
         self,
         texts: str | Sequence[str],
         *,
-        pooling: Pooling = "mean",
-        normalise: bool = False,
+        pooling: Pooling | Literal["auto"] = "auto",
+        normalise: bool | Literal["auto"] = "auto",
         tick: Callable[[int, int], None] = lambda done, of: None,
     ) -> Tensor:
         """A vector per text, [N, D] ([D] for one text): the mean of its last states, or with "cls" that of [CLS].
 
-        An encoder's text is framed as for `fill`; an encoder-decoder gives the states of its encoder.
+        Left at "auto" both are what a published sentence encoder says of itself, else the mean as it is. An encoder's
+        text is framed as for `fill`; an encoder-decoder gives the states of its encoder.
         """
         given = [texts] if isinstance(texts, str) else list(texts)
-        found = vectors.embed(self.module, self.tokenizer, given, pooling=pooling, tick=tick)
-        found = F.normalize(found, dim=-1) if normalise else found
+        told = self.notes.get("sentences", {})
+        how = told.get("pooling", "mean") if pooling == "auto" else pooling
+        found = vectors.embed(self.module, self.tokenizer, given, pooling=how, tick=tick)
+        scaled = told.get("normalize", False) if normalise == "auto" else normalise
+        found = F.normalize(found, dim=-1) if scaled else found
         return found[0] if isinstance(texts, str) else found
 
     def embed_word(self, text: str, word: str, *, occurrence: int = 0) -> Tensor:
@@ -306,7 +346,8 @@ class Model:
         if bits != 32 and kind != "gguf":
             raise RequestError(f"bits: an export to {kind} has 32; gguf can have 16 or 8")
         if kind == "hf":
-            export_folder(self.module, tokenizer, where, say=told, chat=template, ids=self.notes.get("ids"))
+            ids = self.notes.get("ids")
+            export_folder(self.module, tokenizer, where, say=told, chat=template, ids=ids, labels=self.labels)
         elif kind == "gguf":
             export_gguf(self.module, tokenizer, where, say=told, bits=_gguf_bits(bits), template=template)
         elif kind == "onnx":
@@ -334,17 +375,22 @@ def load(
     """
     folder, told = Path(path), say or _printed
     if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist; `trivium runs` lists what is here")
+        hint = "`trivium runs` lists what is here"
+        if len(folder.parts) == 2 and not folder.parent.exists():  # the name of a repository elsewhere
+            hint = f"trivium downloads nothing: `hf download {folder} --local-dir {folder.name}`, then name that folder"
+        raise CheckpointError(f"{folder} does not exist; {hint}")
     if average < 0:
         raise RequestError(f"average: {average} is negative; 0 loads the model as it is")
+    lay = partial(lay_out, device=choose(device))
+    first: Lay = (lambda module: None) if bits else lay  # what has levels is laid out when it has them
     if (folder / bundle.CARD).is_file() and not average:
-        found = bundle.open_bundle(folder, parts=parts)
+        found = bundle.open_bundle(folder, parts=parts, lay=first, tick=tick)
     elif is_run(folder):
-        found = _from_checkpoints(folder, average, parts)
+        found = _from_checkpoints(folder, average, parts, first)
     elif average:
         raise CheckpointError(f"{folder} is not a run: it has no checkpoints to average; load it without average")
     elif folder.is_file() or (folder / "config.json").exists():
-        foreign = open_foreign(folder, say=told, tick=tick)
+        foreign = open_foreign(folder, say=told, tick=tick, lay=first)
         missing = MissingTokenizer(foreign.module.config.vocab, folder)
         found = bundle.Bundle(foreign.module, foreign.tokenizer or missing, foreign.notes)
     else:
@@ -354,24 +400,22 @@ def load(
     module, tokenizer, notes = found
     if bits:
         quantize.quantize(module, bits, tick=tick)
-    where = choose(device)
-    module.to(where)
-    if where.type == "cpu":
-        arrange(module)
+        lay(module)
     return Model(module, tokenizer, notes)
 
 
-def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]]) -> bundle.Bundle:
+def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]], lay: Lay) -> bundle.Bundle:
     store = Store(folder / "checkpoints")
     newest = store.newest(say=_printed)
     if newest is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; go on with `trivium train {folder}`")
     notes: dict[str, Any] = {"run": folder.name, "step": newest.step}
+    tensors: Mapping[str, Tensor | Stored]
     if average:
         tensors, notes["average"] = bundle.mean_weights(store, average, say=_printed)
     else:
-        tensors = bundle.weights_in(newest.path, newest.manifest)
-    module = bundle.model_from(settings.read(folder / "config.toml").get("model", {}), tensors, str(folder), parts)
+        tensors = bundle.stored_in(newest.path, newest.manifest)
+    module = bundle.model_from(settings.read(folder / "config.toml").get("model", {}), tensors, str(folder), parts, lay)
     return bundle.Bundle(module, open_tokenizer(folder / "tokenizer.json"), notes)
 
 

@@ -1,12 +1,14 @@
-"""Files that are whole or absent: atomic writes, checksums and the lock on a folder."""
+"""Files that are whole or absent: atomic writes, bounded reads, checksums and the lock on a folder."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
+import stat
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +56,38 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Where the file `name` of a folder truly is; an OSError if a link leads out of the folder, or nowhere.
+
+    The cache of the Hugging Face Hub keeps its files as links from `snapshots/ID/` to `blobs/`, which are its own.
+    """
+    path, home = folder / name, folder.resolve()
+    homes = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
+    try:
+        real = path.resolve(strict=True)
+    except RuntimeError:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+    if not any(real.is_relative_to(one) for one in homes):
+        raise OSError(errno.EXDEV, "it leads out of its folder", str(path))
+    return real
+
+
+def read_inside(folder: Path, name: str, most: int) -> bytes:
+    """The content of a regular file of a folder, at most so many bytes; else an OSError whose `strerror` says why."""
+    # without waiting for whoever might write to a pipe
+    descriptor = os.open(inside(folder, name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(folder / name))
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(most + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(folder / name))
+    return data
 
 
 def sha256(path: Path) -> str:

@@ -14,14 +14,18 @@ from tests.generation import tiny
 from trivium import api, config
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, RequestError
+from trivium.generation.beam import Beam
+from trivium.generation.translation import search_texts
 from trivium.models.transformer import Transformer, weights
 from trivium.text.tokenizer import Tokenizer
 
+MANY = tiny.DENOISING.extended([">>fra<<", ">>deu<<"])
 MODELS: dict[str, tuple[Transformer, Tokenizer]] = {
     "encoder": (tiny.model("bert-mini", tiny.MASKED, spread=0.5), tiny.MASKED),
     "decoder": (tiny.model("gpt-mini", tiny.MASKED, spread=0.5), tiny.MASKED),
     "both": (tiny.model("t5-mini", tiny.DENOISING, spread=0.5), tiny.DENOISING),
     "second": (tiny.model("t5-mini", tiny.DENOISING, spread=0.5, seed=2), tiny.DENOISING),
+    "many": (tiny.model("t5-mini", MANY, spread=0.5), MANY),
     "other": (tiny.model("t5-mini", tiny.BYTES.extended(["<pad>"]), spread=0.5), tiny.BYTES.extended(["<pad>"])),
 }
 
@@ -87,6 +91,16 @@ def test_translate_gives_a_line_for_each_line(call: Call, home: Path) -> None:
     assert all(len(item["best"]) == 3 for item in found)
     scores = [hypothesis["score"] for hypothesis in found[0]["best"]]
     assert scores == sorted(scores, reverse=True)
+
+
+def test_translate_into_one_of_several_languages(call: Call, home: Path) -> None:
+    m = load(home, "many")
+    expected = search_texts(m.module, MANY, ["a dog"], beam=Beam(), tokens=8, language="fra")
+    outcome = call("translate", "many", "a dog", "--tokens", 8, "--language", "fra", "--json")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)[0]["best"][0]["ids"] == expected[0][0].ids
+    refused(call("translate", "many", "a dog", "--language", "ita"), ">>ita<<", "deu, fra")
+    refused(call("translate", "many", ">>fra<< a dog"), "--language fra")
 
 
 def test_translate_takes_one_text_or_many_and_the_n_best(home: Path) -> None:

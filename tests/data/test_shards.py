@@ -21,6 +21,7 @@ from trivium.data.config import DataConfig
 from trivium.data.shards import Shards, Stream, build, built_shards, changed_sources, open_shards
 from trivium.data.sources import held_out
 from trivium.errors import DataError
+from trivium.text.adopt import Frame
 from trivium.text.kinds import Bpe, Bytes
 from trivium.text.pieces import Joint
 from trivium.text.tokenizer import Tokenizer
@@ -174,6 +175,7 @@ class Wide:
     """The byte tokenizer with every id moved up, so that two bytes are not enough."""
 
     kind, size, end, digest, exact_cut, specials = "wide", 70_000, 69_999, "wide", True, {"<|endoftext|>": 69_999}
+    begin, frame = 69_999, Frame()
 
     def encode(self, text: str) -> list[int]:
         return [byte + 69_000 for byte in text.encode()]

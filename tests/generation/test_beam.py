@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from tests.generation import tiny
-from tests.oracle.copying import T5_V1_0, copy, enliven
+from tests.oracle.copying import copy, enliven
 from trivium.errors import CheckpointError, RequestError
 from trivium.generation.beam import Beam, Found, Search, search
 from trivium.generation.engine import Request, stream
@@ -169,7 +169,7 @@ def t5_pair(seed: int, vocab: int = 50) -> tuple[Any, Transformer]:
     theirs = T5ForConditionalGeneration(config).eval()
     enliven(theirs, seed=seed, spread=0.4)
     ours = build(replace(t5.v1_0(shape), vocab=vocab)).eval()
-    copy(theirs, ours, T5_V1_0)
+    copy(theirs, ours, "t5")
     return theirs, ours
 
 

@@ -64,6 +64,34 @@ def test_a_special_token_is_never_a_candidate() -> None:
     assert sum(item.probability for item in found) < 1 - 1e-4  # what the specials would get is not handed out
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_unknown_token_is_no_filling(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    model = tiny.model("bert-mini", tokenizer, spread=0.5)
+    unknown = {id for id in range(tokenizer.size) if tokenizer.piece(id) in ("<|unk|>", "[UNK]")}
+    assert len(unknown) == (name not in ("bytes", "bpe"))
+    (((*found,),),) = fill(model, tokenizer, ["a [MASK] sat"], top=1000)
+    others = set(range(tokenizer.size)) - unknown - set(tokenizer.specials.values())
+    assert {item.id for item in found} == others
+
+
+def test_a_model_with_more_ids_than_its_tokenizer_shares_its_probability_among_all() -> None:
+    """A published encoder's matrix is often filled up to a round number."""
+    model = tiny.model("bert-mini", tiny.MASKED.size + 40, spread=0.5)
+    specials = set(tiny.MASKED.specials.values())
+    ids = [tiny.MASKED.specials[name] for name in ("[CLS]", "[MASK]", "[SEP]")]
+    expected = [item for item in plainly(model, ids, 1, specials) if item[0] < tiny.MASKED.size]
+    (((*found,),),) = fill(model, tiny.MASKED, ["[MASK]"], top=1000)
+    assert [item.id for item in found] == [id for id, _ in expected]
+    assert [item.probability for item in found] == pytest.approx([p for _, p in expected], abs=1e-6)
+
+
+def test_specials_beyond_the_models_ids_do_no_harm() -> None:
+    wider = tiny.MASKED.extended(["<extra>"])
+    (((*found,),),) = fill(tiny.model("bert-mini", tiny.MASKED), wider, ["[MASK]"], top=1000)
+    assert sorted(item.id for item in found) == list(range(256))
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(texts=st.lists(st.lists(st.text("ab ", max_size=6), min_size=2, max_size=4), min_size=1, max_size=6))
 def test_many_texts_give_what_each_gives_alone(texts: list[list[str]]) -> None:

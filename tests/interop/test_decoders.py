@@ -288,6 +288,7 @@ OLD: list[tuple[Callable[[Draw], PreTrainedConfig], dict[str, Any]]] = [
     (neox, {"rotary_pct": 0.5, "rotary_emb_base": 700}),
     (llama, {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 3.0}}),
     (llama, {"rope_theta": 700.0, "rope_scaling": None}),
+    (llama, {"rope_theta": 700.0, "sliding_window": 4096}),  # no narrower than the context
     (mistral, {"rope_theta": 700.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     (qwen2, {"rope_theta": 700.0, "sliding_window": 9, "use_sliding_window": False, "layer_types": None}),
 ]
@@ -313,6 +314,7 @@ def test_settings_as_older_files_spell_them_mean_the_same(
         (llama, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         (llama, {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
         (llama, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale is 0.7"),
+        (llama, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.0}}, "_factor is 0.0"),
         (llama, {"rope_parameters": {"rope_type": "default", "extra": 1}}, "extra is"),
         (llama, {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
         (llama, {"sliding_window": 5}, "sliding_window is 5"),
@@ -323,6 +325,8 @@ def test_settings_as_older_files_spell_them_mean_the_same(
         (opt, {"_remove_final_layer_norm": True, "do_layer_norm_before": True}, "_remove_final_layer_norm is True"),
         (bloom, {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is True"),
         (gpt2, {"add_cross_attention": True}, "add_cross_attention is True"),
+        (gpt2, {"num_attention_heads": 99}, "n_head is .*; num_attention_heads is another spelling of it"),
+        (llama, {"num_attention_heads": 10_001}, "num_attention_heads is 10001"),
         (apertus, {"hidden_act": "xielu"}, "hidden_act is 'xielu'"),
         (apertus, {"rope_parameters": None}, "rope_parameters is None"),
     ],

@@ -7,8 +7,6 @@ from __future__ import annotations
 import math
 import random
 import struct
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -338,36 +336,3 @@ def test_mutated_files_give_clean_errors_in_bounded_memory_and_time(
     finally:
         tracemalloc.stop()
     assert refused > count(200, 10_000) // 4
-
-
-MEASURE = """
-import sys
-from pathlib import Path
-from trivium.interop.gguf import open_gguf
-
-def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
-
-before = peak()
-module = open_gguf(Path(sys.argv[1]), say=print, tick=lambda *args: None).module
-print(peak() - before, 4 * sum(parameter.numel() for parameter in module.parameters()))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of memory")
-@pytest.mark.parametrize("kind", ["F32", pytest.param("Q8_0", marks=pytest.mark.full)])
-def test_opening_a_file_holds_the_weights_once(kind: str, tmp_path: Path) -> None:
-    wide = {"hidden_size": 1024, "intermediate_size": 2816, "head_dim": 64, "num_attention_heads": 16}
-    with torch.device("meta"):  # without the time of drawing them
-        theirs = LlamaForCausalLM(LlamaConfig(**sizes(**wide, num_hidden_layers=3, vocab_size=16_000)))
-    theirs = theirs.to_empty(device="cpu")
-    for parameter in theirs.parameters():
-        parameter.data.fill_(0.5)
-    write(tmp_path / "model.gguf", theirs, kind=kind)
-    del theirs
-    asked = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "model.gguf")], capture_output=True, text=True, check=True
-    )
-    peak, size = (int(number) for number in asked.stdout.split()[-2:])
-    assert size > 200 << 20
-    assert peak < 1.2 * size

@@ -13,14 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.interop.gguf_models import gguf, opened_by_transformers, permuted
 from tests.oracle.copying import enliven, ids, logits, near
 from trivium.errors import CheckpointError, RequestError, TriviumError
+from trivium.interop import gguf_write
 from trivium.interop.alike import differences
 from trivium.interop.architectures.architecture import first_block, like
 from trivium.interop.gguf import open_gguf
 from trivium.interop.gguf_write import Bits, export_gguf
+from trivium.interop.proof import Mismatch
+from trivium.interop.quants import Format
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS
 from trivium.models.presets.llama import Shape, llama
@@ -85,10 +89,11 @@ def test_transformers_opens_an_export_with_equal_logits(
             shape = shape._replace(width=4 * shape.heads)
         print(f"seed {seed}, round {round}: {shape}")
         model = alive(llama(shape), round)
-        assert exported(model, tmp_path / "model.gguf").endswith("at most 0.0e+00")
+        path = tmp_path / f"{round}.gguf"
+        assert exported(model, path).endswith("at most 0.0e+00")
         tokens_BT = ids(2, 40, round, VOCAB)
         with torch.no_grad():
-            other = opened_by_transformers(tmp_path / "model.gguf", monkeypatch)(tokens_BT).logits
+            other = opened_by_transformers(path, monkeypatch)(tokens_BT).logits
         near(logits(model, tokens_BT), other)
 
 
@@ -96,12 +101,13 @@ def test_transformers_opens_qwen2_and_qwen3(tmp_path: Path, monkeypatch: pytest.
     plain = llama(small())
     biased = block(plain, attention=replace(like(first_block(plain.decoder).attention, MultiHead), bias="inputs"))
     normed = llama(small(norm="rms", eps=1e-6, head=128, theta=1e6))  # transformers reads no other size of a head there
-    for config in (biased, normed):
+    for name, config in (("qwen2", biased), ("qwen3", normed)):
         model = alive(config)
-        exported(model, tmp_path / "model.gguf")
+        path = tmp_path / f"{name}.gguf"
+        exported(model, path)
         tokens_BT = ids(2, 40, 0, VOCAB)
         with torch.no_grad():
-            other = opened_by_transformers(tmp_path / "model.gguf", monkeypatch)(tokens_BT).logits
+            other = opened_by_transformers(path, monkeypatch)(tokens_BT).logits
         near(logits(model, tokens_BT), other)
 
 
@@ -192,21 +198,47 @@ def test_our_small_llama_can_be_exported(tmp_path: Path) -> None:
     exported(alive(replace(PRESETS["llama-mini"](), vocab=VOCAB)), tmp_path / "model.gguf", 16)
 
 
-def test_an_export_makes_its_folder_and_never_replaces_one(tmp_path: Path) -> None:
-    exported(alive(PLAIN), tmp_path / "new" / "model.gguf")
+def test_an_export_makes_its_folder_and_never_replaces_one_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "model.gguf"
+    exported(alive(PLAIN), path)
+    whole = path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"model\.gguf already exists; delete it or name another file"):
+        exported(alive(PLAIN, seed=1), path)
+    assert path.read_bytes() == whole
     with pytest.raises(CheckpointError, match=r"is a folder; name a file in it, such as .*model.gguf"):
         exported(alive(PLAIN), tmp_path / "new")
 
 
-def test_an_export_that_does_not_match_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"old")
+def test_an_export_that_does_not_match_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trivium.interop.gguf_write._raw", lambda tensor, format: bytes(format.bytes(tensor.numel())))
-    with pytest.raises(TriviumError, match="the export does not match") as caught:
-        exported(alive(PLAIN), path)
+    with pytest.raises(Mismatch, match="the export does not match") as caught:
+        exported(alive(PLAIN), tmp_path / "model.gguf")
     assert caught.value.exit_code == 1
-    assert path.read_bytes() == b"old"
-    assert [one.name for one in tmp_path.iterdir()] == ["model.gguf"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("bits", "off"), [(16, 2**-9), (8, 1 / 60), (32, 2**-22)])
+def test_a_small_block_that_is_off_is_found_beside_a_large_one(
+    bits: Bits, off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of small numbers, off by a share of its own that is nothing beside the largest of the tensor."""
+    model = alive(PLAIN)
+    with torch.no_grad():
+        model.embedding.weight.mul_(1e-3)
+        model.embedding.weight[0, 0] = 100.0
+    exported(model, tmp_path / "good.gguf", bits)
+    true = gguf_write._raw
+
+    def spoilt(tensor: Tensor, format: Format) -> memoryview:
+        if len(tensor) == VOCAB:
+            tensor = tensor.clone()
+            tensor[1:] *= 1 + off
+        return true(tensor, format)
+
+    monkeypatch.setattr(gguf_write, "_raw", spoilt)
+    with pytest.raises(Mismatch, match=r"(token_embd|output)\.weight is off by"):
+        exported(model, tmp_path / "bad.gguf", bits)
+    assert [path.name for path in tmp_path.iterdir()] == ["good.gguf"]
 
 
 def test_weights_too_large_for_float16_are_not_written_as_such(tmp_path: Path) -> None:

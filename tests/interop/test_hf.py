@@ -17,7 +17,7 @@ from tests.oracle.copying import enliven, ids, logits, near
 from trivium.errors import CheckpointError, RequestError
 from trivium.generation.engine import Request, stream
 from trivium.generation.sampling import Sampling
-from trivium.interop import hf, shards
+from trivium.interop import proof, shards
 from trivium.interop.folder import open_folder
 from trivium.interop.hf import export_folder, find
 from trivium.models.block import Block, Parallel
@@ -197,7 +197,7 @@ def test_an_export_that_does_not_match_is_not_left_behind(tmp_path: Path, monkey
 
     original = shards.write
     monkeypatch.setattr(shards, "write", spoiled)
-    with pytest.raises(hf.Mismatch, match="differ by"):
+    with pytest.raises(proof.Mismatch, match="differ by"):
         export_folder(lively(demo()), None, tmp_path / "out", say=lambda text: None)
     assert not list(tmp_path.iterdir())
 

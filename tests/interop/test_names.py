@@ -122,6 +122,13 @@ def test_a_file_that_does_not_fit_is_refused_by_name(change: dict[str, Any], nam
         RULES.match(found, own(), "file")
 
 
+@pytest.mark.parametrize("change", [{"body.h.0.up.weight": None}, {"body.h.2.up.weight": (4, 6)}])
+def test_a_hint_says_why_a_tensor_is_missing_or_too_much(change: dict[str, Any]) -> None:
+    found = {name: shape for name, shape in {**theirs(), **change}.items() if shape is not None}
+    with pytest.raises(CheckpointError, match=r"tensor body\.h\.\d\.up\.weight.*; fetch another"):
+        RULES.match(found, own(), "file", hint="fetch another")
+
+
 def test_masks_stored_beside_the_weights_are_no_weights() -> None:
     plan = RULES.match({**theirs(), "body.h.0.mask": (1, 1), "h.1.mask": (1, 1)}, own(), "file")
     assert len(plan.steps) == len(theirs())

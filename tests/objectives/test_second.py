@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForPreTraining
 
 from tests.objectives.samples import cut_rows, octets, part, random_rows, tiny
-from tests.oracle.copying import BERT, copy, enliven
+from tests.oracle.copying import copy, enliven
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.models.presets import bert
@@ -57,7 +57,7 @@ def test_the_loss_of_pairs_is_that_of_bert_for_pretraining() -> None:
     theirs = BertForPreTraining(BertConfig(vocab_size=shape.vocab, max_position_embeddings=40, **sizes)).eval()
     ours = build(replace(bert.bert(shape), context=40)).eval()
     enliven(theirs, seed=0)
-    copy(theirs, ours, BERT)
+    copy(theirs, ours, "bert")
     task = objective.bind(tokenizer, ours.config)
     batch = task.inputs(cut_rows(12, task.length, 256), np.random.default_rng(0))
     tokens_BT = batch.inputs["tokens"]

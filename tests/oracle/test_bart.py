@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
 
-from tests.oracle.copying import BART, MARIAN, copy, enliven, ids, logits, near, near_states, states
+from tests.oracle.copying import copy, enliven, ids, logits, near, near_states, states
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS, bart
 from trivium.models.transformer import Transformer, build
@@ -39,7 +39,7 @@ def bart_pair(seed: int) -> tuple[Any, Transformer]:
     theirs = BartForConditionalGeneration(BartConfig(**sizes(3))).eval()
     enliven(theirs, seed=seed)
     ours = build(replace(bart.bart(bart.Shape(3, WIDTH, HEADS)), vocab=VOCAB)).eval()
-    copy(theirs, ours, BART)
+    copy(theirs, ours, "bart")
     return theirs, ours
 
 
@@ -62,7 +62,7 @@ def marian_pair(seed: int) -> tuple[Any, Transformer]:
     theirs = MarianMTModel(config).eval()
     enliven(theirs, seed=seed)
     ours = build(smaller(PRESETS["marian"]())).eval()
-    copy(theirs, ours, MARIAN)
+    copy(theirs, ours, "marian")
     return theirs, ours
 
 

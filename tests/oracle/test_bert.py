@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForPreTraining, RobertaConfig, RobertaForMaskedLM
 
-from tests.oracle.copying import BERT, ROBERTA, copy, enliven, ids, logits, near, near_gradients, near_states, states
+from tests.oracle.copying import copy, enliven, ids, logits, near, near_gradients, near_states, states
 from trivium.models.presets import bert
 from trivium.models.transformer import Transformer, build
 from trivium.parts.sentence import PooledSentence
@@ -35,7 +35,7 @@ def bert_pair(shape: bert.Shape, seed: int) -> tuple[Any, Transformer]:
     theirs = BertForPreTraining(BertConfig(**sizes(shape))).eval()
     ours = build(bert.bert(shape)).eval()
     enliven(theirs, seed=seed)
-    copy(theirs, ours, BERT)
+    copy(theirs, ours, "bert")
     return theirs, ours
 
 
@@ -44,7 +44,7 @@ def roberta_pair(shape: bert.Shape, seed: int) -> tuple[Any, Transformer]:
     theirs = RobertaForMaskedLM(config).eval()
     ours = build(bert.roberta(shape)).eval()
     enliven(theirs, seed=seed)
-    copy(theirs, ours, ROBERTA)
+    copy(theirs, ours, "roberta")
     return theirs, ours
 
 
@@ -126,7 +126,7 @@ def test_the_gradients_of_bert_equal_those_of_transformers() -> None:
     sentence = cast(PooledSentence, ours.sentence).logits(hidden)
     loss = ours.head.nll(hidden[masked], labels_BT[masked]).mean()
     (loss + torch.nn.functional.cross_entropy(sentence, torch.tensor([0, 1, 0]))).backward()  # type: ignore[no-untyped-call]
-    near_gradients(theirs, ours, BERT)
+    near_gradients(theirs, ours, "bert")
 
 
 def test_logits_of_random_shapes_equal_those_of_transformers(count: Callable[[int, int], int]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-from tests.oracle.copying import GPT, GPT2, copy, enliven, ids, logits, near, near_gradients, near_states, states
+from tests.oracle.copying import copy, enliven, ids, logits, near, near_gradients, near_states, states
 from trivium.generation.engine import Request, stream
 from trivium.generation.sampling import Sampling
 from trivium.models.presets import PRESETS, gpt
@@ -26,7 +26,7 @@ def pair(*, first: bool, seed: int = 0, spread: float = 0.15) -> tuple[Any, Tran
     enliven(theirs.eval(), seed=seed, spread=spread)
     shape = gpt.Shape(LAYERS, WIDTH, HEADS)
     ours = build(replace(gpt.gpt(shape) if first else gpt.gpt2(shape), context=CONTEXT, vocab=VOCAB)).eval()
-    copy(theirs, ours, GPT if first else GPT2)
+    copy(theirs, ours, "openai-gpt" if first else "gpt2")
     return theirs, ours
 
 
@@ -65,7 +65,7 @@ def test_gradients_equal_those_of_transformers() -> None:
     theirs(tokens_BT, labels=tokens_BT).loss.backward()
     losses = ours.head.nll(ours(tokens_BT[:, :-1]).hidden.flatten(0, 1), tokens_BT[:, 1:].flatten())
     losses.mean().backward()  # type: ignore[no-untyped-call]
-    near_gradients(theirs, ours, GPT2)
+    near_gradients(theirs, ours, "gpt2")
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["gpt2", "gpt"])
@@ -111,7 +111,7 @@ def test_a_missed_transpose_of_the_square_matrix_shows() -> None:
 def test_full_size_logits_equal_those_of_transformers(first: bool) -> None:
     theirs = OpenAIGPTLMHeadModel(OpenAIGPTConfig()) if first else GPT2LMHeadModel(GPT2Config())
     ours = build(PRESETS["gpt" if first else "gpt2"]()).eval()
-    copy(theirs.eval(), ours, GPT if first else GPT2)
+    copy(theirs.eval(), ours, "openai-gpt" if first else "gpt2")
     tokens_BT = ids(1, 256, 0, ours.config.vocab)
     with torch.no_grad():
         other = theirs(tokens_BT).logits

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.oracle.copying import LLAMA, QWEN3, copy, enliven, ids, logits, near, near_states, states
+from tests.oracle.copying import copy, enliven, ids, logits, near, near_states, states
 from trivium.generation.engine import Request, stream
 from trivium.generation.sampling import Sampling
 from trivium.models.presets import PRESETS, llama
@@ -66,7 +66,7 @@ def same(
 ) -> tuple[Any, Transformer]:
     enliven(theirs.eval(), seed=seed, spread=spread)
     ours = build(llama.llama(shape)).eval()
-    copy(theirs, ours, QWEN3 if shape.norm == "rms" else LLAMA, untied=shape.tie == "none")
+    copy(theirs, ours, theirs.config.model_type)
     return theirs, ours
 
 
@@ -184,7 +184,7 @@ def test_logits_of_random_shapes_equal_those_of_transformers(count: Callable[[in
 def test_full_size_logits_equal_those_of_transformers() -> None:
     shape = llama.SMOLLM2["smollm2-135m"]
     theirs, ours = LlamaForCausalLM(LlamaConfig(**sizes(shape))).eval(), build(PRESETS["smollm2-135m"]()).eval()
-    copy(theirs, ours, LLAMA)
+    copy(theirs, ours, "llama")
     tokens_BT = ids(1, 256, 0, 49_152)
     with torch.no_grad():
         other = theirs(tokens_BT).logits

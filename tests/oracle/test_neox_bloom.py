@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from tests.oracle.copying import BLOOM, NEOX, copy, enliven, ids, logits, near, near_states, states
+from tests.oracle.copying import copy, enliven, ids, logits, near, near_states, states
 from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build
@@ -51,7 +51,7 @@ def neox_pair(seed: int, share: float) -> tuple[Any, Transformer]:
             decoder=Stack(layers=3, block=block),
         )
     ).eval()
-    copy(theirs, ours, NEOX, heads=3)
+    copy(theirs, ours, "gpt_neox")
     return theirs, ours
 
 
@@ -70,7 +70,7 @@ def bloom_pair(seed: int, heads: int) -> tuple[Any, Transformer]:
             decoder=Stack(layers=3, block=block),
         )
     ).eval()
-    copy(theirs, ours, BLOOM, heads=heads)
+    copy(theirs, ours, "bloom")
     return theirs, ours
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from tests.oracle.copying import OPT, copy, enliven, ids, logits, near, near_states, states
+from tests.oracle.copying import copy, enliven, ids, logits, near, near_states, states
 from trivium.generation.engine import Request, stream
 from trivium.generation.sampling import Sampling
 from trivium.models.presets import gpt
@@ -34,7 +34,7 @@ def pair(shape: gpt.Shape, *, seed: int, spread: float = 0.15) -> tuple[Any, Tra
     ).eval()
     enliven(theirs, seed=seed, spread=spread)
     ours = build(replace(gpt.opt(shape), vocab=VOCAB)).eval()
-    copy(theirs, ours, OPT)
+    copy(theirs, ours, "opt")
     return theirs, ours
 
 

@@ -14,18 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from tests.oracle.copying import (
-    T5_V1_0,
-    T5_V1_1,
-    copy,
-    enliven,
-    ids,
-    logits,
-    near,
-    near_gradients,
-    near_states,
-    states,
-)
+from tests.oracle.copying import copy, enliven, ids, logits, near, near_gradients, near_states, states
 from trivium.models.presets import PRESETS, t5
 from trivium.models.transformer import Transformer, build
 
@@ -62,7 +51,7 @@ def pair(version: Version, shape: t5.Shape, *, seed: int = 0, spread: float = 0.
     theirs = published(version, shape, VOCAB)
     enliven(theirs, seed=seed, spread=spread)
     ours = build(replace(t5.v1_0(shape) if old else t5.v1_1(shape), vocab=VOCAB)).eval()
-    copy(theirs, ours, T5_V1_0 if old else T5_V1_1)
+    copy(theirs, ours, "t5")
     return theirs, ours
 
 
@@ -116,7 +105,7 @@ def test_gradients_equal_those_of_transformers(version: Version) -> None:
     theirs(**inputs, labels=labels_BT).loss.backward()
     hidden = ours(target_BT, source=source_BS, source_padding=real_BS).hidden
     ours.head.nll(hidden.flatten(0, 1), labels_BT.flatten()).mean().backward()  # type: ignore[no-untyped-call]
-    near_gradients(theirs, ours, T5_V1_0 if version == "v1.0" else T5_V1_1)
+    near_gradients(theirs, ours, "t5")
 
 
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
@@ -174,7 +163,7 @@ def test_full_size_logits_equal_those_of_transformers(version: Version) -> None:
     torch.manual_seed(0)  # their own init: with any other, scores without a scale run away at this width
     name = "t5-small" if version == "v1.0" else "t5v1.1-small"
     theirs, ours = published(version, (t5.V1_0 | t5.V1_1)[name], 32_128), build(PRESETS[name]()).eval()
-    copy(theirs, ours, T5_V1_0 if version == "v1.0" else T5_V1_1)
+    copy(theirs, ours, "t5")
     source_BS, target_BT = ids(2, 100, 8, 32_128), ids(2, 60, 9, 32_128)
     with torch.no_grad():
         other = theirs(input_ids=source_BS, decoder_input_ids=target_BT).logits

@@ -78,7 +78,7 @@ def pair(shape: transformer.Shape, *, seed: int, biases: bool) -> tuple[Theirs, 
     theirs = Theirs(shape).eval()
     enliven(theirs, seed=seed)
     config = replace(transformer.vaswani(shape), vocab=VOCAB)
-    found = renamed(dict(theirs.named_parameters()), TORCH)
+    found = renamed(dict(theirs.named_parameters()), build(with_biases(config), device="meta"), TORCH)
     if not biases:
         attention = [name for name in found if name.endswith(".bias") and (".attention." in name or ".cross." in name)]
         for name in attention:

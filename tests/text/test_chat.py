@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trivium.errors import DataError, RequestError
 from trivium.text.chat import Chat, Message, Role, recognise
@@ -22,15 +25,115 @@ SMOLLM2 = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-QWEN25 = (
+QWEN25 = r"""{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] }}
+    {%- else %}
+        {{- 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' }}
+    {%- endif %}
+    {{- "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}
+            {{- '\n' + message.content }}
+        {%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '\n<tool_call>\n{"name": "' }}
+            {{- tool_call.name }}
+            {{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\n<tool_response>\n' }}
+        {{- message.content }}
+        {{- '\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""  # noqa: E501 - as published
+QWEN_SHORT = (
     '{%- if messages[0].role == "system" %}{{- "<|im_start|>system\\n" + messages[0].content + "<|im_end|>\\n" }}'
-    '{%- else %}{{- "<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.'
-    '<|im_end|>\\n" }}{%- endif %}\n{%- for message in messages %}\n'
+    '{%- else %}{{- "<|im_start|>system\\nYou\'re Qwen + more.<|im_end|>\\n" }}{%- endif %}\n'
+    "{%- for message in messages %}\n"
     '    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or '
     '(message.role == "assistant") %}\n'
     "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n    {%- endif %}\n"
     "{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
 )
+LLAMA31 = r"""{{- bos_token }}
+{%- if custom_tools is defined %}
+    {%- set tools = custom_tools %}
+{%- endif %}
+{%- if not tools_in_user_message is defined %}
+    {%- set tools_in_user_message = true %}
+{%- endif %}
+{%- if not date_string is defined %}
+    {%- set date_string = "26 Jul 2024" %}
+{%- endif %}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+
+{#- This block extracts the system message, so we can slot it into the right place. #}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+
+{#- System message + builtin tools #}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{%- if builtin_tools is defined or tools is not none %}
+    {{- "Environment: ipython\n" }}
+{%- endif %}
+{{- "Cutting Knowledge Date: December 2023\n" }}
+{{- "Today Date: " + date_string + "\n\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {%- elif message.role == "tool" or message.role == "ipython" %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
+        {{- message.content }}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""  # noqa: E501 - as published, without what only tools reach
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
     "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
@@ -76,8 +179,10 @@ TEMPLATES = {
     "ChatML": CHATML,
     "ChatML, SmolLM2": SMOLLM2,
     "ChatML, Qwen2.5": QWEN25,
+    "ChatML, shorter": QWEN_SHORT,
     "Llama 2": LLAMA2,
     "Llama 3": LLAMA3,
+    "Llama 3.1": LLAMA31,
     "Mistral": MISTRAL,
     "Mistral, first": MISTRAL_1,
     "Zephyr": ZEPHYR,
@@ -172,9 +277,69 @@ def test_an_odd_conversation_is_refused_in_a_sentence() -> None:
         recognise(LLAMA2).render([Message("system", "x"), Message("assistant", "y")])
 
 
-def test_llama_3_1_says_the_day_of_its_template() -> None:
-    template = LLAMA3 + "{# Cutting Knowledge Date: December 2023 #}"
-    text = text_of(recognise(template, begin="<|begin_of_text|>"), [Message("user", "hi")], answer=False)
-    day = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-    head = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
-    assert text == f"{head}{day}<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+PROMPT = "'<|im_start|>assistant\n' }}{% endif %}"
+TURN = "'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
+CUT = TURN.replace("message['content']", "message['content'].split('</think>')[-1]")
+OTHERS = {
+    "thinks first": CHATML.replace(PROMPT, PROMPT.replace("assistant\n", "assistant\n<think>\n")),
+    "thought already": CHATML.replace(PROMPT, PROMPT.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n")),
+    "forgets thoughts": CHATML.replace(TURN, CUT),
+    "forgets the assistant's thoughts": CHATML.replace(
+        "{{" + TURN + "}}",
+        "{% if message['role'] == 'user' %}{{" + TURN + "}}{% else %}{{" + CUT + "}}{% endif %}",
+    ),
+    "begins sometimes": "{% if x %}{{ bos_token }}{% endif %}" + CHATML,
+    "begins before every turn": CHATML.replace("{{'<|im_start|>'", "{{ bos_token + '<|im_start|>'"),
+    "a text between": CHATML.replace("{% endfor %}", "\n\n{% endfor %}"),
+    "a last word": CHATML + "{{ '<|im_end|>' }}",
+    "answers as another": CHATML.replace(PROMPT, PROMPT.replace("assistant", "model")),
+    "no prompt": CHATML.replace("{% if add_generation_prompt %}{{ " + PROMPT, ""),
+    "Llama 3 thinks": LLAMA3.replace("assistant<|end_header_id|>\n\n", "assistant<|end_header_id|>\n\n<think>\n"),
+    "Llama 3 in capitals": LLAMA3.replace("{{ content }}", "{{ content | upper }}"),
+    "Llama 3 begins sometimes": LLAMA3.replace("loop.index0 == 0", "loop.index0 == 2"),
+    "Gemma answers as another": GEMMA.replace("{{'<start_of_turn>model", "{{'<start_of_turn>assistant"),
+    "Mistral asks for a prompt": MISTRAL + "{% if add_generation_prompt %}{{ ' ' }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_template_that_does_something_more_is_not_taken_for_another(name: str) -> None:
+    assert OTHERS[name] not in TEMPLATES.values()
+    assert by_jinja(OTHERS[name], TALK[1:], answer=True)  # it is a template
+    with pytest.raises(DataError, match="not one that trivium knows"):
+        recognise(OTHERS[name])
+
+
+@pytest.mark.parametrize(
+    "part", ["{%", "{%if x%}", "{{'", "{{\\'", "{#", "'", "{%if tools%}", "{%if x%}{%endif%}", "{{x}}"]
+)
+def test_a_template_made_to_be_slow_is_refused_at_once(part: str) -> None:
+    for template in (part * (65_000 // len(part)), "{{" + part * 2_000 + "}}"):
+        began = time.process_time()
+        with pytest.raises(DataError, match="not one that trivium knows"):
+            recognise(template[:65_536])
+        assert time.process_time() - began < 2
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_changed_chatml_is_refused_or_still_renders_what_jinja_renders(data: st.DataObject) -> None:
+    exceptions = pytest.importorskip("jinja2.exceptions")
+    template = data.draw(st.sampled_from([CHATML, SMOLLM2, QWEN25, QWEN_SHORT]))
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(0, len(template)))
+        new = data.draw(
+            st.sampled_from(["", " ", "\n", "-", "'", "x", "{{ bos_token }}", "<|im_end|>", "not ", "|trim"])
+        )
+        template = template[:at] + new + template[at + data.draw(st.integers(0, 3)) :]
+    try:
+        chat = recognise(template)
+    except DataError:
+        return
+    for talk in (TALK, TALK[1:], TALK[1:2]):
+        for answer in (True, False):
+            try:
+                expected = by_jinja(template, talk, answer=answer)
+            except (exceptions.TemplateError, TypeError):
+                return
+            assert text_of(chat, talk, answer=answer) == expected

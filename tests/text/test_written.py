@@ -14,11 +14,12 @@ from tests.text.trained import CORPUS, KINDS
 from trivium.errors import RequestError
 from trivium.generation.fill import fill
 from trivium.generation.states import logits_of
+from trivium.text.adopt import Frame
 from trivium.text.kinds import Words
 from trivium.text.library import END
 from trivium.text.missing import MissingTokenizer
 from trivium.text.published import write_tokenizer
-from trivium.text.tokenizer import Tokenizer
+from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
 transformers = pytest.importorskip("transformers")
 __all__ = ["roberta"]  # a fixture
@@ -93,6 +94,32 @@ def test_fill_reads_a_published_text_in_its_frame_and_finds_its_own_mask(roberta
     assert [filling.id for filling in fillings] == best[:3]
     with pytest.raises(RequestError, match="the text has no <mask> to fill"):
         fill(encoder, ours, ["the [MASK]"])
+
+
+def test_the_name_of_the_unknown_survives_where_the_model_has_none(tmp_path: Path) -> None:
+    """A byte-level BPE knows every byte, and a Unigram its unknown only by number; tokens have names all the same."""
+    for kind, name in (("bpe", END), ("unigram", "<|unk|>")):
+        source = tmp_path / kind
+        source.mkdir()
+        write_tokenizer(OWN[kind], source)
+        settings = json.loads((source / "tokenizer_config.json").read_text())
+        wrote(source, tokenizer_config=settings | {"unk_token": name, "eos_token": END, "pad_token": END})
+        ours = opened(source)
+        again = _exported(ours, tmp_path / f"{kind} again")
+        assert transformers.AutoTokenizer.from_pretrained(again).unk_token == name
+        ours.save(tmp_path / "saved.json")
+        assert open_tokenizer(tmp_path / "saved.json").digest == ours.digest
+
+
+@pytest.mark.parametrize("segments", [True, False])
+def test_transformers_is_told_whether_there_are_segments(segments: bool, tmp_path: Path) -> None:
+    end, ids = OWN["bpe"].end, OWN["bpe"].encode("a")
+    frame = Frame((end,), (end,))
+    write_tokenizer(OWN["bpe"], tmp_path, frame=frame, segments=segments)
+    found = transformers.AutoTokenizer.from_pretrained(str(tmp_path))("a", "a")
+    assert found["input_ids"] == [end, *ids, end, *ids, end]
+    assert found.get("token_type_ids") == ([0, 0, 0, 1, 1] if segments else None)
+    assert opened(tmp_path).frame == frame  # not the one that ours have by themselves, so it is kept
 
 
 def _exported(tokenizer: Tokenizer, folder: Path) -> str:

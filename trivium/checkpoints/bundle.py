@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from trivium import config as settings
 from trivium.checkpoints import format
-from trivium.checkpoints.format import Manifest, NewerFormat
+from trivium.checkpoints.format import Manifest, NewerFormat, Stored
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import sha256, temporary, write_atomic
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Transformer, build, check_weights, empty, load_weights, weights
+from trivium.models.transformer import Lay, Shaped, Transformer, build, check_weights, empty, weights
 from trivium.parts.quantized import (
     LEVELS,
     TABLE,
@@ -37,9 +36,11 @@ from trivium.text.tokenizer import Tokenizer, open_tokenizer
 PLAIN, FORMAT = 1, 2  # a quantised model has format 2, which a trivium that knows only floats refuses
 WEIGHTS, CARD, TOKENIZER = "model.safetensors", "model.json", "tokenizer.json"
 
+Tick = Callable[[str, int, int], None]  # what is going on, how far, of how much
+
 
 class Bundle(NamedTuple):
-    """What a folder holds: a model on the CPU in evaluation mode, its tokenizer, and notes on where it comes from."""
+    """What a folder holds: a model in evaluation mode, its tokenizer, and notes on where it comes from."""
 
     module: Transformer
     tokenizer: Tokenizer
@@ -76,8 +77,14 @@ def save(
     write_atomic(folder / CARD, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def open_bundle(folder: Path, *, parts: Sequence[type[Any]] = ()) -> Bundle:
-    """The model in a folder, every byte checked before a tensor is used."""
+def open_bundle(
+    folder: Path,
+    *,
+    parts: Sequence[type[Any]] = (),
+    lay: Lay = lambda module: None,
+    tick: Tick = lambda what, done, of: None,
+) -> Bundle:
+    """The model in a folder, every byte checked before a tensor is used; `lay` sees it before it is filled."""
     facts = card(folder / CARD)
     file = folder / WEIGHTS
     if not file.is_file() or sha256(file) != facts["weights"]:
@@ -85,31 +92,54 @@ def open_bundle(folder: Path, *, parts: Sequence[type[Any]] = ()) -> Bundle:
     tokenizer = open_tokenizer(folder / TOKENIZER)
     if tokenizer.digest != facts["tokenizer"]:
         raise CheckpointError(f"{folder / TOKENIZER} is not the tokenizer this model was trained with; restore it")
-    bits: Literal[0, 8, 4] = facts["bits"] if facts["format"] == FORMAT else 0
-    module = model_from(facts["config"], format.read_tensors(file), str(folder), parts, bits)
+    found = format.stored(file)
+    try:
+        shape = build(settings.load(ModelConfig, facts["config"], parts=parts), device="meta")
+        if facts["format"] == FORMAT:
+            module = _quantized(shape, found, facts["bits"], lay, tick)
+        else:
+            module = _filled(shape, found, lay, tick)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder} cannot be opened: {error}") from None
     return Bundle(module, tokenizer, facts["notes"])
 
 
 def model_from(
     table: Mapping[str, Any],
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor | Stored],
     where: str,
     parts: Sequence[type[Any]],
-    bits: Literal[0, 8, 4] = 0,
+    lay: Lay = lambda module: None,
 ) -> Transformer:
-    """A model of the configuration in `table`, filled with `tensors`; with `bits` those of a quantised one."""
+    """A model of the configuration in `table`, filled with `tensors`; `lay` sees it before that."""
     try:
-        config = settings.load(ModelConfig, table, parts=parts)
-        shape = build(config, device="meta")
-        if bits:
-            module = _quantized(shape, tensors, bits)
-        else:
-            check_weights(shape, tensors)  # shapes before memory
-            module = empty(config)
-            load_weights(module, tensors)
+        shape = build(settings.load(ModelConfig, table, parts=parts), device="meta")
+        return _filled(shape, tensors, lay, tick=lambda what, done, of: None)
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be opened: {error}") from None
+
+
+def _filled(shape: Transformer, tensors: Mapping[str, Tensor | Stored], lay: Lay, tick: Tick) -> Transformer:
+    check_weights(shape, tensors)  # shapes before memory
+    module = empty(shape.config)
+    lay(module)
+    for name, target in _told(module, tick):
+        source = tensors[name]
+        if isinstance(source, Stored):
+            source.pour(target)
+        else:
+            target.copy_(source)
     return module.eval()
+
+
+def _told(module: Transformer, tick: Tick) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model that is being filled."""
+    own = weights(module)
+    done, whole = 0, sum(target.nbytes for target in own.values())
+    for name, target in own.items():
+        yield name, target
+        done += target.nbytes
+        tick("reading weights", done, whole)
 
 
 def stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -117,40 +147,43 @@ def stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     tables = embeddings(build(config, device="meta"))
     result = {name: tensor for name, tensor in tensors.items() if name not in tables}
     for name in tables:
-        packed = pack(tensors[name], TABLE)
-        result |= {f"{name}.levels": packed.levels, f"{name}.scales": packed.scales}
+        result |= dict(zip(_packed(name), pack(tensors[name], TABLE), strict=True))
     return result
 
 
-def _quantized(shape: Transformer, tensors: dict[str, Tensor], bits: Bits) -> Transformer:
+def _quantized(shape: Transformer, tensors: Mapping[str, Stored], bits: Bits, lay: Lay, tick: Tick) -> Transformer:
     """A quantised model of this shape; its embeddings go from levels to their place, a chunk at a time."""
     hollow(shape, bits)
     levels = {f"{name}.levels" for name, part in shape.named_modules() if isinstance(part, QuantizedLinear)}
-    own, given, tables = weights(shape), dict(tensors), {}
+    own, given, tables = weights(shape), dict[str, Shaped](tensors), set[str]()
     for name, table in embeddings(shape).items():
         wanted = blank(table.shape, TABLE, table.device)
-        found = Packed(given.pop(f"{name}.levels", table), given.pop(f"{name}.scales", table))
+        found = [given.pop(part, table) for part in _packed(name)]
         if all(_alike(there, here) for there, here in zip(found, wanted, strict=True)):
-            given[name], tables[name] = table, found  # else it is missing
+            given[name] = table  # else it is missing
+            tables.add(name)
     check_weights(shape, given)
     for name in sorted(levels):
-        if not _alike(given[name], own[name]):
+        if not _alike(tensors[name], own[name]):
             raise ConfigError(f"the weights do not fit the configuration: {name} is no {own[name].dtype}")
     module = empty(shape.config)
     hollow(module, bits)
-    with torch.no_grad():
-        for name, target in weights(module).items():
-            if name in tables:
-                unpack_into(target, tables[name])
-            elif name in levels:
-                module.get_parameter(name).data = given[name]  # the file's own pages: nothing is held twice
-            else:
-                target.copy_(given[name])
-    return module
+    lay(module)
+    for name, target in _told(module, tick):
+        if name in tables:
+            unpack_into(target, Packed(*(tensors[part].read() for part in _packed(name))))
+        else:
+            tensors[name].pour(target)
+    return module.eval()
 
 
-def _alike(there: Tensor, here: Tensor) -> bool:
-    return there.shape == here.shape and there.dtype == here.dtype
+def _packed(name: str) -> tuple[str, str]:
+    """What the two tensors of a table of levels are called in a file."""
+    return f"{name}.levels", f"{name}.scales"
+
+
+def _alike(there: Shaped, here: Tensor) -> bool:
+    return tuple(there.shape) == tuple(here.shape) and there.dtype == here.dtype
 
 
 def _bits(tensors: Mapping[str, Tensor]) -> int:
@@ -193,8 +226,17 @@ def mean_weights(store: Store, count: int, *, say: Callable[[str], None]) -> tup
 
 def weights_in(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
     """The weights of a checkpoint for use: where the run keeps a moving average, that one."""
-    averaged = format.tensors(folder, "average") if "average.safetensors" in manifest.files else {}
-    return format.tensors(folder, "model") | averaged
+    return {name: tensor for file in _files(folder, manifest) for name, tensor in format.read_tensors(file).items()}
+
+
+def stored_in(folder: Path, manifest: Manifest) -> dict[str, Stored]:
+    """The same, still in their files."""
+    return {name: entry for file in _files(folder, manifest) for name, entry in format.stored(file).items()}
+
+
+def _files(folder: Path, manifest: Manifest) -> list[Path]:
+    """Where the weights for use lie; a later file has the better ones."""
+    return [folder / name for name in (WEIGHTS, "average.safetensors") if name == WEIGHTS or name in manifest.files]
 
 
 def _like(newest: Tensor, mean: Tensor) -> Tensor:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,6 +30,11 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # no separator and no leading dot: nothing outside the folder
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
+_CHUNK = 1 << 20  # bytes of a tensor that are read at a time
+_KINDS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 class NewerFormat(CheckpointError):
@@ -211,6 +217,104 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(_damaged(path, str(error))) from None
+
+
+class Stored(NamedTuple):
+    """A tensor that still lies in its file. It is read and never mapped: pages of a file count as ours while they are.
+
+    `kind` is what the file calls the dtype.
+    """
+
+    path: Path
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None for kinds that no tensor of ours has."""
+        return _KINDS.get(self.kind)
+
+    def pour(self, target: Tensor) -> None:
+        """Fill a tensor of this shape, whatever its dtype, its layout and its device, a megabyte at a time."""
+        assert self.dtype is not None
+        rows, done = target if target.ndim else target[None], 0
+        for piece in self.pieces():
+            part = torch.frombuffer(piece, dtype=self.dtype).view(-1, *self.shape[1:])
+            rows[done : done + len(part)].copy_(part)
+            done += len(part)
+
+    def read(self) -> Tensor:
+        """The whole tensor, for a while."""
+        assert self.dtype is not None
+        result = fresh(self.shape, self.dtype)
+        self.pour(result)
+        return result
+
+    def pieces(self) -> Iterator[bytearray]:
+        """The bytes of whole rows in order."""
+        rows = self.shape[0] if self.shape else 1
+        row = self.size // max(1, rows)
+        step = max(1, _CHUNK // max(1, row))
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.start)
+                for first in range(0, rows if row else 0, step):
+                    piece = bytearray(min(step, rows - first) * row)
+                    if file.readinto(piece) != len(piece):
+                        raise CheckpointError(f"{self.path} became shorter while it was read; restore it")
+                    yield piece
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+
+
+def header(path: Path) -> dict[str, Stored]:
+    """What a safetensors file holds, once the library has checked that offsets, shapes and the file's size agree.
+
+    A SafetensorError if they do not.
+    """
+    with safe_open(path, framework="pt"):
+        pass
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            table = json.loads(file.read(length))
+        result = {}
+        for name, entry in table.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                shape = tuple(int(size) for size in entry["shape"])
+                result[name] = Stored(path, str(entry["dtype"]), shape, 8 + length + first, last - first)
+        return result
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SafetensorError(str(error)) from None
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Room for a tensor for a while, which goes back to the system at its end.
+
+    What malloc gives may stay with the process when it is freed: up to 64 MB where large blocks come and go.
+    """
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(room, dtype=dtype).view(shape)
+
+
+def stored(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, none of them read yet."""
+    try:
+        if not path.is_file():
+            raise CheckpointError(_damaged(path, "it is missing"))
+        result = header(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(_damaged(path, str(error))) from None
+    for name, entry in result.items():
+        if entry.dtype is None:
+            raise CheckpointError(_damaged(path, f"{name} is stored as {entry.kind}, which no tensor here is"))
+    return result
 
 
 def document(folder: Path, stem: str) -> dict[str, Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trivium.cli.printing import Json, cell, print_json
 from trivium.cli.use import Average, Device, ModelPath, _progress
 from trivium.errors import RequestError
+
+if TYPE_CHECKING:  # what an evaluation needs is imported when one is made
+    from trivium.evaluation.tasks import Settings
 
 _SHOWN = 5  # examples on the screen; the results file has all
 
@@ -39,11 +42,10 @@ def evaluate(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Score a model on a corpus; the result is also written to results/ in the model's folder.
+    """Score a model on a corpus; the result is also written to results/ in the model's folder (of a file: beside it).
 
     Example: trivium eval runs/ptb ptb --data-dir data --stride 32
     """
-    from trivium import api
     from trivium.evaluation import results, tasks
 
     if precision not in ("fp32", "bf16"):
@@ -57,6 +59,22 @@ def evaluate(
         sentences=sentences,
     )
     tasks.named(name)  # before a large model is loaded
+    folder = results.place(model)
+    told = _evaluated(model, name, data_dir, split, settings, average, device)
+    if as_json:
+        print_json({key: value for key, value in told.items() if key != "examples"})
+        return
+    _print(told)
+    typer.echo(f"written to {folder}/{told['name']}-{told['split']}.json", err=True)
+
+
+def _evaluated(
+    model: Path, name: str, data_dir: Path | None, split: str, settings: Settings, average: int, device: str
+) -> dict[str, Any]:
+    """The results file of one evaluation, which is written now."""
+    from trivium import api
+    from trivium.evaluation import results, tasks
+
     m = api.load(model, device=device, average=average)
     began = time.monotonic()
     outcome = tasks.evaluate(
@@ -68,7 +86,7 @@ def evaluate(
         settings=settings,
         tick=_progress("evaluated", time.monotonic),
     )
-    told = results.record(
+    return results.record(
         model,
         outcome,
         model=m.module,
@@ -77,17 +95,10 @@ def evaluate(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=time.monotonic() - began,
     )
-    if as_json:
-        print_json({key: value for key, value in told.items() if key != "examples"})
-        return
-    _print(told)
-    if told["split"] == "test" and told["looks"] > 1:
-        typer.echo(f"this was look {told['looks']} at the test split; choose settings on valid", err=True)
-    typer.echo(f"written to {model / results.FOLDER}/{told['name']}-{told['split']}.json", err=True)
 
 
 def _print(told: dict[str, Any]) -> None:
-    """The scores with their signatures, and the first examples."""
+    """The scores with their signatures, and the first examples; a second look at a test split is told."""
     typer.echo(f"{told['name']}, {told['split']}")
     for name, value in told["scores"].items():
         shown = "none" if value is None else f"{value:,.4f}" if isinstance(value, float) else cell(value)
@@ -95,3 +106,5 @@ def _print(told: dict[str, Any]) -> None:
         typer.echo(f"  {name.replace('_', ' '):<22} {shown:>14}  {signature}".rstrip())
     for example in told["examples"][:_SHOWN]:
         typer.echo("  " + "; ".join(f"{key}: {value}" for key, value in example.items() if key != "scores"))
+    if told["split"] == "test" and told["looks"] > 1:
+        typer.echo(f"this was look {told['looks']} at the test split; choose settings on valid", err=True)

@@ -27,11 +27,16 @@ def bring(
     Example: trivium import downloads/gpt2 models/gpt2
     """
     from trivium import api
+    from trivium.text.missing import MissingTokenizer
 
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise RequestError(f"{out} already exists; name another folder")
     with watcher() as watch:
         m = api.load(source, device="cpu", bits=bits, say=watch.say, tick=watch.tick)
+    if isinstance(m.tokenizer, MissingTokenizer):
+        raise RequestError(
+            f"{source} has no tokenizer that can be used, and a model is saved with one; put its tokenizer.json there"
+        )
     m.save(out)
     typer.echo(f"{out}: a {m.config.family} with {m.config.parameters():,} parameters")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ app.add_typer(tokenizer_app, name="tokenizer")
 Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the file.")]
 Runs = Annotated[Path, typer.Option("--runs", help="The folder of runs.")]
 RUNS = Path("runs")
+_WIDEST = 80  # characters of a note
 
 
 @app.callback()
@@ -76,7 +78,7 @@ def train(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(help="A run's folder or a saved model.")],
+    model: use.ModelPath,
     prompt: Annotated[
         str, typer.Argument(help="The text to continue, or to write from (encoder-decoder); - reads standard input.")
     ] = "",
@@ -224,29 +226,59 @@ def runs(folder: Annotated[Path, typer.Argument(help="The folder of runs.")] = R
 
 
 @app.command()
-def show(run: Annotated[Path, typer.Argument(help="A run's folder or a saved model.")], as_json: Json = False) -> None:
-    """What a run is, how far it came and how good it is."""
-    from trivium import api
+def show(model: use.ModelPath, as_json: Json = False) -> None:
+    """What a run or a model is, how far it came and how good it is."""
+    from trivium.training.run import is_run
 
-    facts = api.show(run)
+    facts, trained = _facts(model), is_run(model)
     if as_json:
         print_json(facts)
         return
-    lines = {
-        "run": facts["path"],
-        "state": facts["state"],
-        "family": facts["family"],
-        "parameters": cell(facts["parameters"]),
-        "steps": cell(facts["step"]),
-        "best validation": bits(facts["best"]),
-        "test": bits(facts["test"]),
-        "report": str(Path(facts["path"]) / "report.html"),
-    }
+    lines = {"run": facts["path"], "state": facts["state"]} if trained else {"model": facts["path"]}
+    lines |= {"family": facts["family"], "parameters": cell(facts["parameters"])}
+    if trained:
+        report = model / "report.html"
+        lines |= {
+            "steps": cell(facts["step"]),
+            "best validation": bits(facts["best"]),
+            "test": bits(facts["test"]),
+            "report": str(report) if report.is_file() else "",
+        }
+    else:
+        lines |= {name.replace("_", " "): _note(value) for name, value in facts["notes"].items()}
     for found in facts["results"]:
         lines[f"{found['name']} {found['split']}"] = f"{found['metric']} {cell(found['score'])}"
     for name, value in lines.items():
         if value:
             typer.echo(f"{name:<16} {value}")
+
+
+def _facts(model: Path) -> dict[str, Any]:
+    """What `api.show` says; a file of another program says it when it is opened."""
+    from trivium import api
+    from trivium.checkpoints.bundle import CARD
+    from trivium.cli.render import watcher
+    from trivium.evaluation.results import results
+    from trivium.training.run import is_run
+
+    if is_run(model) or (model / CARD).is_file() or not (model.is_file() or (model / "config.json").is_file()):
+        return api.show(model)
+    with watcher() as watch:
+        m = api.load(model, device="cpu", say=lambda text: None, tick=watch.tick)
+    facts = {"state": "published", "family": m.config.family, "parameters": m.config.parameters()}
+    nothing = {"step": 0, "best": None, "test": None}
+    return {"path": str(model), **facts, **nothing, "results": results(model), "notes": dict(m.notes)}
+
+
+def _note(value: Any) -> str:
+    """A note in a line: what is long is only begun."""
+    if isinstance(value, Mapping):
+        text = "; ".join(f"{name} {_note(item)}" for name, item in value.items())
+    elif isinstance(value, list):
+        text = ", ".join(map(_note, value))
+    else:
+        text = " ".join(str(value).split())
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 
 
 @app.command()

@@ -16,6 +16,8 @@ from rich.text import Text
 
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated, duration, line
 
+_BYTES = 1_000_000  # a tick that counts up to more counts bytes; layers and tensors are never so many
+
 
 class Watcher(Protocol):
     """Whoever watches a run."""
@@ -55,7 +57,7 @@ class PlainWatcher:
             self._since = self.clock()
         changed, self._tenth = tenth != self._tenth, tenth
         if changed and self.clock() - self._since > 3:
-            self.say(f"{what}: {10 * tenth[1]} % of {of / 1e6:.1f} MB")
+            self.say(f"{what}: {10 * tenth[1]} %" + (f" of {of / 1e6:.1f} MB" if of >= _BYTES else ""))
 
     def event(self, event: Event) -> None:
         text = line(event)

@@ -6,14 +6,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from trivium.cli.printing import Json, print_json, standard_input
 from trivium.errors import RequestError
 
-ModelPath = Annotated[Path, typer.Argument(help="A run's folder or a saved model.")]
+ModelPath = Annotated[Path, typer.Argument(help="A run, a saved model, a Hugging Face folder or a .gguf file.")]
 Texts = Annotated[list[str] | None, typer.Argument(help="The texts; without any (or with -), lines of a pipe.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Average = Annotated[int, typer.Option(help="Use the mean of the run's newest K checkpoints.", metavar="K")]
@@ -57,6 +57,9 @@ def translate(
     coverage: Annotated[float, typer.Option(help="Penalty for source words that got no attention; 0 is off.")] = 0.0,
     n: Annotated[int, typer.Option("-n", help="Print the n best of each, with their scores.")] = 1,
     tokens: Annotated[int, typer.Option(help="At most so many tokens; 0 is 50 more than the source.")] = 0,
+    language: Annotated[
+        str, typer.Option(help="The language to translate into, for a model with several (opus-mt): fra, deu, ...")
+    ] = "",
     ensemble: Annotated[
         list[Path] | None, typer.Option(help="Another model that votes; may be given several times.")
     ] = None,
@@ -81,6 +84,7 @@ def translate(
         n=n,
         tokens=tokens,
         ensemble=others,
+        language=language,
         tick=_progress("translated", time.monotonic),
     )
     best = [each if isinstance(each, list) else [each] for each in found]
@@ -96,7 +100,9 @@ def translate(
 def embed(
     model: ModelPath,
     texts: Texts = None,
-    pooling: Annotated[str, typer.Option(help="mean: of all its tokens; cls: the [CLS] alone (encoders).")] = "mean",
+    pooling: Annotated[
+        str, typer.Option(help="mean: of all its tokens; cls: the [CLS] alone; auto: what a published encoder says.")
+    ] = "auto",
     normalise: Annotated[bool, typer.Option("--normalise", help="Scale every vector to length 1.")] = False,
     near: Annotated[str, typer.Option(help="Rank the texts by their cosine with this one instead.")] = "",
     average: Average = 0,
@@ -119,10 +125,10 @@ def embed(
         for item in found:
             typer.echo(f"{item.similarity:8.4f}  {item}")
         return
-    if pooling not in ("mean", "cls"):
-        raise RequestError(f"--pooling: {pooling!r} is neither mean nor cls")
+    if pooling not in ("auto", "mean", "cls"):
+        raise RequestError(f"--pooling: {pooling!r} is neither mean nor cls (nor auto)")
     tick = _progress("embedded", time.monotonic)
-    vectors = m.embed(given, pooling="mean" if pooling == "mean" else "cls", normalise=normalise, tick=tick).tolist()
+    vectors = m.embed(given, pooling=cast(Any, pooling), normalise=normalise or "auto", tick=tick).tolist()
     if as_json:
         print_json([{"text": text, "vector": vector} for text, vector in _pairs(given, vectors)])
         return

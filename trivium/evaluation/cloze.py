@@ -119,7 +119,7 @@ def try_probes(model: Transformer, tokenizer: Tokenizer, probes: Sequence[Probe]
 
 def _check(model: Transformer, tokenizer: Tokenizer, probes: Sequence[Probe]) -> None:
     """Refuse a probe that would have to be cut: what is cut away may be what the answer rests on."""
-    room = model.config.context - sum(map(len, frame_of(model, tokenizer)))
+    room = model.config.context - sum(map(len, frame_of(model, tokenizer)[:2]))
     for probe in probes:
         longest = max(len(tokenizer.encode(probe.filled(candidate)[0])) for candidate in probe.candidates)
         if longest > room:

@@ -1,10 +1,14 @@
-"""One file per evaluation in the folder of a model: `results/NAME-SPLIT.json`, whole or absent."""
+"""One file per evaluation beside a model: `results/NAME-SPLIT.json` in its folder, whole or absent.
+
+A model that is a single file has a folder of its own name in the `results` beside it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trivium.errors import RequestError
 from trivium.evaluation.tasks import Outcome
 from trivium.files import write_atomic
 from trivium.models.transformer import Transformer, weights
@@ -20,8 +25,21 @@ from trivium.text.tokenizer import Tokenizer
 FOLDER = "results"
 
 
+def place(model: Path) -> Path:
+    """The folder of a model's results files; a RequestError if it cannot be written, before any work is done."""
+    folder = _place(model)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if model.exists() and not (there.is_dir() and os.access(there, os.W_OK)):
+        raise RequestError(f"the results cannot be written to {folder}; copy or import the model to where they can")
+    return folder
+
+
+def _place(model: Path) -> Path:
+    return model.parent / FOLDER / model.name if model.is_file() else model / FOLDER
+
+
 def record(
-    folder: Path,
+    model_path: Path,
     outcome: Outcome,
     *,
     model: Transformer,
@@ -31,7 +49,7 @@ def record(
     seconds: float,
 ) -> dict[str, Any]:
     """Write the results file of an outcome and give its content; `looks` counts the evaluations of this split."""
-    path = folder / FOLDER / f"{outcome.name}-{outcome.split}.json"
+    path = _place(model_path) / f"{outcome.name}-{outcome.split}.json"
     before = _looks(path)
     told = asdict(outcome)
     examples = told.pop("examples")
@@ -48,10 +66,10 @@ def record(
     return content
 
 
-def results(folder: Path) -> list[dict[str, Any]]:
+def results(model: Path) -> list[dict[str, Any]]:
     """What the results files of a model say, without their examples; a damaged one is said to be so."""
     found = []
-    for path in sorted((folder / FOLDER).glob("*.json")):
+    for path in sorted(_place(model).glob("*.json")):
         content = _read(path)
         if content is None:
             found.append({"name": path.stem, "split": "", "metric": "damaged", "score": None})

@@ -74,14 +74,16 @@ def search(
     beam: Beam,
     *,
     end: int | None,
+    stop_ids: frozenset[int] = frozenset(),
     vocab: int = 0,
     banned: Collection[int] = (),
 ) -> list[list[Found]]:
     """The `beam.n` best texts for each, best first, found together; each is what it would be alone.
 
-    A text is finished where END is among the best K of its step; one that is cut off, at its number of tokens or the
-    context, comes behind all that are finished. The search ends when no live beam can still become better than the
-    worst of the n. Of equal scores the first found is the better: the shorter text, the better beam, the lower id.
+    A text is finished where END (or one of `stop_ids`) is among the best K of its step; one that is cut off, at its
+    number of tokens or the context, comes behind all that are finished. The search ends when no live beam can still
+    become better than the worst of the n. Of equal scores the first found is the better: the shorter text, the better
+    beam, the lower id.
     """
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     vocab = min(vocab or scorer.vocab, scorer.vocab)
@@ -89,7 +91,8 @@ def search(
     texts = [_Text(item, beam, scorer.context) for item in searches]
     if texts:
         with evaluating(*scorer.models), torch.inference_mode():
-            _Beams(scorer, texts, beam, end, vocab, banned).run()
+            ends = stop_ids if end is None else stop_ids | {end}
+            _Beams(scorer, texts, beam, ends, vocab, banned).run()
     return [text.finished for text in texts]
 
 
@@ -133,15 +136,17 @@ class _Text:
         self.done = False
 
     def grow(
-        self, ranked: Sequence[_Candidate], length: int, end: int | None, coverage: Sequence[float]
+        self, ranked: Sequence[_Candidate], length: int, ends: frozenset[int], coverage: Sequence[float]
     ) -> list[_Candidate]:
         """Take the candidates of one step, best first; the ones that live on."""
         live: list[_Candidate] = []
+        ended: set[int] = set()  # beams: of several ids that end one text the likeliest counts
         for rank, candidate in enumerate(ranked):
             node = self.live[candidate.beam]
-            if candidate.id != end:
+            if candidate.id not in ends:
                 live.append(candidate)
-            elif rank < self.beam.beams:
+            elif rank < self.beam.beams and candidate.beam not in ended:
+                ended.add(candidate.beam)
                 self._finish(node, candidate.logprob, length, coverage[candidate.beam], "end")
         live = live[: self.beam.beams]
         nodes = [_Node(self.live[candidate.beam], candidate.id) for candidate in live]
@@ -175,12 +180,12 @@ class _Beams:
     """The live beams of all texts, one row of a batch each; texts that are done leave when that pays."""
 
     def __init__(
-        self, scorer: Scorer, texts: list[_Text], beam: Beam, end: int | None, vocab: int, banned: Collection[int]
+        self, scorer: Scorer, texts: list[_Text], beam: Beam, ends: frozenset[int], vocab: int, banned: Collection[int]
     ) -> None:
         self.scorer = scorer
         self.texts = texts
         self.beam = beam
-        self.end = end
+        self.ends = ends
         self.vocab = vocab
         self.banned = banned
 
@@ -210,15 +215,18 @@ class _Beams:
         beams = live_BK.shape[1]
         covered = [coverage[first : first + beams] for first in range(0, len(coverage), beams)]
         return [
-            [] if text.done else text.grow(candidates, length, self.end, penalties)
+            [] if text.done else text.grow(candidates, length, self.ends, penalties)
             for text, candidates, penalties in zip(
                 self.texts, self._candidates(scores_RV, live_BK), covered, strict=True
             )
         ]
 
     def _candidates(self, scores_RV: Tensor, live_BK: Tensor) -> list[list[_Candidate]]:
-        """The best 2 K continuations of every text: K of them live on even if all the others are END."""
-        count = 2 * self.beam.beams
+        """The best 2 K continuations of every text: K of them live on even if all the others are END.
+
+        With several ids that end a text there are K more for each.
+        """
+        count = (1 + max(1, len(self.ends))) * self.beam.beams
         values_RC, ids_RC = _top(allowed(scores_RV, self.vocab, self.banned), count)
         logprob_RC = live_BK.flatten()[:, None] + values_RC - scores_RV.logsumexp(-1, keepdim=True)
         each = values_RC.shape[1]

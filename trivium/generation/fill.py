@@ -17,6 +17,7 @@ from trivium.objectives.masked import MASK
 from trivium.text.tokenizer import Tokenizer
 
 _STAND_IN = "a"  # any letter: where it comes out as pieces of its own, the mask takes their place
+_RARE = "\U00013000"  # a letter that no vocabulary has: it comes out as bytes, or as the unknown token
 
 
 class Filling(str):
@@ -72,17 +73,27 @@ def _unspaced(filling: Filling) -> Filling:
 
 
 def _likeliest(model: Transformer, tokenizer: Tokenizer, hidden_ND: Tensor, top: int) -> list[list[Filling]]:
-    """The best pieces for each place; a special token is no text and never among them."""
+    """The best pieces for each place; a special token and the unknown one are no text and never among them.
+
+    A model may have more ids than its tokenizer: they have their share of the probability and are no pieces.
+    """
+    size = min(tokenizer.size, model.config.vocab)
+    barred = sorted(id for id in {*tokenizer.specials.values(), *_unknown(tokenizer)} if id < size)
     with torch.inference_mode():
-        logits_NV = model.head.logits(hidden_ND).float()[:, : tokenizer.size]
+        logits_NV = model.head.logits(hidden_ND).float()
         require_finite(logits_NV.amax(-1))
-        probability_NV = logits_NV.softmax(-1)
-        specials = torch.tensor(sorted(set(tokenizer.specials.values())), device=model.device)
-        best = probability_NV.index_fill(1, specials, -1.0).topk(min(top, tokenizer.size - len(specials)))
+        probability_NV = logits_NV.softmax(-1)[:, :size]
+        probability_NV = probability_NV.index_fill(1, torch.tensor(barred, device=model.device), -1.0)
+        best = probability_NV.topk(min(top, size - len(barred)))
     return [
         [Filling(tokenizer.decode([id]), id=id, probability=p) for id, p in zip(ids, values, strict=True)]
         for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
+
+
+def _unknown(tokenizer: Tokenizer) -> set[int]:
+    """The id that stands for what a tokenizer does not know, if it has one."""
+    return {id for id in tokenizer.encode(_RARE) if tokenizer.piece_bytes(id).strip() not in _RARE.encode()}
 
 
 def masked_ids(tokenizer: Tokenizer, text: str) -> list[int]:

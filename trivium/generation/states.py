@@ -14,7 +14,7 @@ from trivium.errors import RequestError
 from trivium.generation.engine import evaluating
 from trivium.generation.scorer import right_padded
 from trivium.models.transformer import States, Transformer
-from trivium.objectives.masked import CLASS, SEPARATOR
+from trivium.text import framing
 from trivium.text.adopt import Frame
 from trivium.text.tokenizer import Tokenizer
 
@@ -28,19 +28,8 @@ class Read(NamedTuple):
 
 
 def frame_of(model: Transformer, tokenizer: Tokenizer) -> Frame:
-    """What stands around the ids of a text: the frame of a published tokenizer, or the one that a family has here.
-
-    An encoder's text stands between [CLS] and [SEP] if its tokenizer has both: whether it was trained in frames is
-    seen by that, for training extends the tokenizer by what it needs. A source ends in the END id.
-    """
-    given, specials = tokenizer.frame, tokenizer.specials
-    if model.config.family == "encoder-decoder":
-        return Frame(given.before, given.after or (tokenizer.end,))
-    if given.before or given.after:
-        return given
-    if model.config.family == "encoder" and CLASS in specials and SEPARATOR in specials:
-        return Frame((specials[CLASS],), (specials[SEPARATOR],))
-    return Frame()
+    """What stands around the ids of a text for this model."""
+    return framing.frame_of(model.config.family, tokenizer)
 
 
 def framed(model: Transformer, frame: Frame, texts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -100,16 +89,35 @@ def logits_of(
         raise RequestError(f"a source of shape {list(first.shape)} does not fit a target of {list(tokens.shape)}")
     single = tokens.ndim == 1
     inputs: dict[str, Tensor] = {"source": first} if two else {}
-    for name, given in (("segments", segments), ("source_padding" if two else "padding", padding)):
-        if given is not None:
-            inputs[name] = torch.as_tensor(given, device=model.device)
-            if inputs[name].shape != first.shape:
-                raise RequestError(f"{name}: its shape must be that of the ids, {list(first.shape)}")
+    if segments is not None:
+        kinds = model.embedding.segments
+        if kinds is None:
+            raise RequestError("this model has no segments: leave segments= out")
+        inputs["segments"] = _beside("segments", segments, tokens, len(kinds) - 1)
+    if padding is not None:
+        inputs["source_padding" if two else "padding"] = _beside("padding", padding, first, 1).bool()
     inputs = {name: given[None] if single else given for name, given in inputs.items()}
     with evaluating(model), torch.inference_mode():
         hidden = model(tokens[None] if single else tokens, **inputs).hidden
         result = model.head.logits(hidden)
     return result[0] if single else result
+
+
+def _beside(name: str, given: Ids, ids: Tensor, most: int) -> Tensor:
+    """A number from 0 to `most` for each of the ids."""
+    try:
+        numbers = torch.as_tensor(given, device=ids.device)
+    except (ValueError, TypeError):
+        raise RequestError(f"{name}: its rows are not equally long; its shape must be that of the ids") from None
+    if numbers.shape != ids.shape:
+        raise RequestError(f"{name}: its shape must be that of the ids, {list(ids.shape)}")
+    whole = numbers.long()
+    if not (whole == numbers).all() or not 0 <= int(whole.min()) <= int(whole.max()) <= most:
+        meaning = (
+            "1 (or True) at the real ids and 0 at the padding" if name == "padding" else f"numbers from 0 to {most}"
+        )
+        raise RequestError(f"{name}: give {meaning}")
+    return whole
 
 
 def _tensor(model: Transformer, ids: Ids) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -12,11 +13,13 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Prompt, Scorer
 from trivium.models.transformer import Transformer
 from trivium.objectives.objective import PAD
+from trivium.text.framing import frame_of
 from trivium.text.stream import TextStream
 from trivium.text.tokenizer import Tokenizer
 
 Ending = Literal["end", "length", "context", "stop"]
 Alternatives = tuple[tuple[int, float], ...]
+_SHOWN = 5  # languages in a refusal
 
 
 class Completion(str):
@@ -123,19 +126,40 @@ def _beginning(text: str, stop: Sequence[str]) -> int:
     return next((size for size in sizes if any(word.startswith(text[-size:]) for word in stop)), 0)
 
 
-def prompt_of(scorer: Scorer, tokenizer: Tokenizer, text: str) -> Prompt:
+def prompt_of(scorer: Scorer, tokenizer: Tokenizer, text: str, *, language: str = "") -> Prompt:
     """What a model reads of a text before it writes: the beginning of a document, or a source and <pad>.
 
     A source ends in the END id, as it does in training; an empty prompt is a document that is about to begin. What a
-    published tokenizer puts around its texts is around them here too.
+    published tokenizer puts around its texts is around them here too. A `language` is the one that a translation is
+    to be in, where the special token >>language<< in front of the source says so (opus-mt).
     """
-    ids, frame = tokenizer.encode(text), tokenizer.frame
+    ids, frame = tokenizer.encode(text), frame_of(scorer.family, tokenizer)
     if scorer.family != "encoder-decoder":
+        if language:
+            raise RequestError(f"language: a model of the {scorer.family} family cannot translate")
         return Prompt(ids=(*frame.before, *ids) or (tokenizer.begin,))
-    start = frame.start or ((tokenizer.specials[PAD],) if PAD in tokenizer.specials else ())
-    if not start:
+    ids = [*_towards(tokenizer, text, language), *ids]
+    if not frame.start:
         raise RequestError(f"the tokenizer has no special token {PAD}, with which a decoder behind a source begins")
-    return Prompt(ids=start, source=(*frame.before, *ids, *(frame.after or (tokenizer.end,))))
+    return Prompt(ids=frame.start, source=(*frame.before, *ids, *frame.after))
+
+
+def _towards(tokenizer: Tokenizer, text: str, language: str) -> list[int]:
+    """The id of the language to translate into, if one is asked for; a text cannot ask for it by its spelling."""
+    known = {name[2:-2]: id for name, id in tokenizer.specials.items() if name[:2] == ">>" and name[-2:] == "<<"}
+    mark = re.match(r"\s*>>(.+?)<<", text) if known else None
+    if mark and mark[1] in known:
+        raise RequestError(
+            f"the text begins with >>{mark[1]}<<, which would be translated as text; leave it out and give "
+            f'language="{mark[1]}" to translate (--language {mark[1]})'
+        )
+    if not language:
+        return []
+    if language not in known:
+        some = ", ".join(sorted(known)[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
+        has = f"it has {some}" if known else "it has no languages at all, so leave it out"
+        raise RequestError(f"language: the tokenizer has no special token >>{language}<<; {has}")
+    return [known[language]]
 
 
 def continued(tokenizer: Tokenizer, prompt: Prompt) -> Sequence[int]:
@@ -158,17 +182,22 @@ def complete(
     seed: int,
     n: int = 1,
     stop: Sequence[str] = (),
+    stop_ids: frozenset[int] = frozenset(),
     logprobs: int = 0,
     slide: bool = False,
     rows: int = 64,
 ) -> list[list[Completion]]:
-    """`n` samples for each prompt (for an encoder-decoder: each source), decoded `rows` at a time."""
+    """`n` samples for each prompt (for an encoder-decoder: each source), decoded `rows` at a time.
+
+    `stop_ids` end a text as the END id does.
+    """
     if n < 1:
         raise RequestError(f"n: {n} is less than 1; ask for at least one sample")
     _check(stop)
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     read = [prompt_of(scorer, tokenizer, prompt) for prompt in prompts]
-    requests = [_request(prompt, tokens, sampling, seed, sample, logprobs) for prompt in read for sample in range(n)]
+    wishes = [_request(prompt, tokens, sampling, seed, logprobs, stop_ids) for prompt in read]
+    requests = [replace(wish, sample=sample) for wish in wishes for sample in range(n)]
     transcripts = [Transcript(tokenizer, stop, continued(tokenizer, prompt)) for prompt in read for _ in range(n)]
     # all are checked before the first is decoded; equal lengths together need no padding
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids + requests[index].source))
@@ -217,7 +246,7 @@ def stream_text(
     _check(stop)
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     read = prompt_of(scorer, tokenizer, prompt) if isinstance(prompt, str) else prompt
-    request = replace(_request(read, tokens, sampling, seed, 0, logprobs), stop_ids=stop_ids)
+    request = _request(read, tokens, sampling, seed, logprobs, stop_ids)
     decoding = stream(scorer, [request], end=tokenizer.end, slide=slide, vocab=tokenizer.size, banned=never(tokenizer))
     transcript = Transcript(tokenizer, stop, continued(tokenizer, read))
 
@@ -237,14 +266,16 @@ def stream_text(
     return pieces()
 
 
-def _request(prompt: Prompt, tokens: int, sampling: Sampling, seed: int, sample: int, logprobs: int) -> Request:
+def _request(
+    prompt: Prompt, tokens: int, sampling: Sampling, seed: int, logprobs: int, stop_ids: frozenset[int]
+) -> Request:
     return Request(
         ids=prompt.ids,
         source=prompt.source,
         tokens=tokens,
         sampling=sampling,
         seed=seed,
-        sample=sample,
+        stop_ids=stop_ids,
         logprobs=logprobs,
     )
 

@@ -37,16 +37,19 @@ def search_texts(
     *,
     beam: Beam,
     tokens: int = 0,
+    language: str = "",
+    stop_ids: frozenset[int] = frozenset(),
     rows: int = 0,
     tick: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[list[Hypothesis]]:
     """The `beam.n` best translations (of a decoder: continuations) of each text, best first.
 
-    `tokens` at most, 0 means 50 more than the source has; `rows` beams are decoded at a time, 0 means what suits the
-    device; `tick` hears how many texts are done.
+    `tokens` at most, 0 means 50 more than the source has; `language` is the one to translate into, of those that the
+    tokenizer has as >>language<<; `stop_ids` end a text as the END id does; `rows` beams are decoded at a time, 0 means
+    what suits the device; `tick` hears how many texts are done.
     """
     scorer = model if isinstance(model, Scorer) else Scorer(model)
-    prompts = [prompt_of(scorer, tokenizer, text) for text in texts]
+    prompts = [prompt_of(scorer, tokenizer, text, language=language) for text in texts]
     _check(scorer, tokenizer, prompts)
     searches = [Search(prompt=prompt, tokens=tokens or len(prompt.source) + BEYOND) for prompt in prompts]
     rows = rows or (64 if scorer.device.type == "cpu" else 512)
@@ -61,6 +64,7 @@ def search_texts(
             [searches[index] for index in chunk],
             beam,
             end=tokenizer.end,
+            stop_ids=stop_ids,
             vocab=tokenizer.size,
             banned=never(tokenizer),
         )

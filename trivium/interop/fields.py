@@ -12,6 +12,8 @@ from trivium.parts.site import MOST
 
 T = TypeVar("T")
 
+HEADS = 10_000  # the most heads, and the largest: what is computed for each must not take long before tensors are seen
+
 # Settings that do not change what a model computes from ids: not worth a report.
 # fmt: off
 HARMLESS = frozenset({
@@ -152,6 +154,8 @@ class Fields:
         if key not in self._table:
             return default
         value = self._table[key]
+        if also in self and key != also and self._table[also] != value:
+            raise self.refusal(name, value, f"{also} is another spelling of it and says otherwise; correct one of them")
         if value is None:
             return default if null is None else null
         return value

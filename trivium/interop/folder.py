@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trivium import config as settings
+from trivium.checkpoints.format import Stored
 from trivium.errors import CheckpointError, ConfigError, DataError
 from trivium.interop import shards
 from trivium.interop.architectures import ARCHITECTURES
@@ -16,9 +15,9 @@ from trivium.interop.architectures.architecture import Architecture
 from trivium.interop.fields import Fields
 from trivium.interop.foreign import Foreign, Say, Tick
 from trivium.interop.names import SAME, Rules
-from trivium.interop.shards import Reader, Stored
+from trivium.interop.pooling import MODULES, pooling
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Transformer, build, empty, weights
+from trivium.models.transformer import Lay, Transformer, build, empty, weights
 from trivium.text.published import read_tokenizer
 from trivium.text.tokenizer import Tokenizer
 
@@ -26,17 +25,23 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 TEXT, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 _LONGEST = 1 << 20  # bytes of a chat template
+_CLASSES = 100_000
 
 
-def open_folder(folder: Path, *, say: Say, tick: Tick) -> Foreign:
+def open_folder(folder: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None) -> Foreign:
     """The model in a folder: every shape is checked before a tensor is read, and no number is held twice."""
-    module, notes = open_model(folder, tick=tick)
+    module, notes = open_model(folder, tick=tick, lay=lay)
     if notes["ignored"]:
         say(f"settings of {folder / CONFIG} that were not read: {', '.join(notes['ignored'])}")
+    sentences = pooling(folder)
+    if sentences.get("unread"):
+        say(f"steps of {folder / MODULES} that were not read: {', '.join(sentences['unread'])}")
+    if sentences:
+        notes["sentences"] = sentences
     return Foreign(module, _tokenizer(folder, module.config.vocab, say), notes)
 
 
-def open_model(folder: Path, *, tick: Tick) -> tuple[Transformer, dict[str, Any]]:
+def open_model(folder: Path, *, tick: Tick, lay: Lay = lambda module: None) -> tuple[Transformer, dict[str, Any]]:
     """The model alone and the notes on it, without looking for a tokenizer."""
     where = shards.within(folder, CONFIG)
     table = shards.json_table(where)
@@ -50,7 +55,8 @@ def open_model(folder: Path, *, tick: Tick) -> tuple[Transformer, dict[str, Any]
             raise CheckpointError(
                 f"{where} asks for {config.layers} layers, more than there are tensors; fetch it again"
             )
-        module = filled(config, architecture.rules(config), found, str(folder), tick)
+        hint = _hint(table, architecture.write(config))
+        module = filled(config, architecture.rules(config), found, str(folder), tick, lay, hint)
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be used: {error.problems[0]}") from None
     notes = {
@@ -59,31 +65,48 @@ def open_model(folder: Path, *, tick: Tick) -> tuple[Transformer, dict[str, Any]
         "ignored": list(fields.ignored),
         "ids": _special_ids(folder, table),
     }
-    template = _template(folder)
-    return module, {**notes, "chat_template": template} if template else notes
+    template, labels = _template(folder), _labels(table)
+    notes |= {"chat_template": template} if template else {}
+    return module, notes | ({"labels": labels} if labels else {})
 
 
-def filled(config: ModelConfig, rules: Rules, found: Mapping[str, Stored], where: str, tick: Tick) -> Transformer:
-    """A model of `config` in evaluation mode with the tensors that `rules` find."""
+def _labels(table: Mapping[str, Any]) -> list[str]:
+    """The names of the classes in their order; none where they are not all there."""
+    found = table.get("id2label")
+    if not isinstance(found, dict) or not 0 < len(found) <= _CLASSES:
+        return []
+    labels = [found.get(str(number)) for number in range(len(found))]
+    return [label for label in labels if isinstance(label, str)] if all(isinstance(x, str) for x in labels) else []
+
+
+def filled(
+    config: ModelConfig,
+    rules: Rules,
+    found: Mapping[str, Stored],
+    where: str,
+    tick: Tick,
+    lay: Lay,
+    hint: str = "",
+) -> Transformer:
+    """A model of `config` in evaluation mode with the tensors that `rules` find, or else a refusal with the `hint`."""
     shapes = {name: entry.shape for name, entry in found.items()}
-    plan = rules.match(shapes, weights(build(config, device="meta")), where)
-    reader = Reader(found)
+    plan = rules.match(shapes, weights(build(config, device="meta")), where, hint=hint)
     for step in plan.steps:
-        reader.check(step.source)
+        shards.check(step.source, found[step.source])
     for copy, original in plan.copies:
-        _same_numbers(reader, copy, original, where)
+        _same_numbers(found, copy, original, where)
     module = empty(config)
-    own = dict(module.named_parameters())
+    lay(module)
+    own = weights(module)
     done, whole = 0, sum(found[step.source].size for step in plan.steps)
-    with torch.no_grad():
-        for step in plan.steps:
-            if step.form is SAME:  # as it lies in the file, where that is possible
-                own[step.ours[0]].data = reader.mapped(step.source)
-            else:
-                for name, part in zip(step.ours, step.form.read(reader.read(step.source)), strict=True):
-                    own[name].copy_(part)
-            done += found[step.source].size
-            tick("reading weights", done, whole)
+    for source, ours, form in plan.steps:
+        if form is SAME:
+            found[source].pour(own[ours[0]])
+        else:
+            for name, part in zip(ours, form.read(found[source].read()), strict=True):
+                own[name].copy_(part)
+        done += found[source].size
+        tick("reading weights", done, whole)
     return module.eval()
 
 
@@ -97,11 +120,20 @@ def _architecture(table: Mapping[str, Any], where: Path) -> tuple[str, Architect
     return kind, ARCHITECTURES[kind]
 
 
-def _same_numbers(reader: Reader, copy: str, original: str, where: str) -> None:
+def _hint(table: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """What to do where tensors do not fit, if the model was saved with another head than the one that we have."""
+    classes = table.get("architectures")
+    theirs, mine = classes[0] if isinstance(classes, list) and classes else None, ours["architectures"][0]
+    if not isinstance(theirs, str) or not theirs.isidentifier() or theirs == mine:
+        return ""
+    return f"{CONFIG} calls it {theirs[:80]}, and trivium opens {mine} there: fetch one of those"
+
+
+def _same_numbers(found: Mapping[str, Stored], copy: str, original: str, where: str) -> None:
     """Two names of one tied tensor must not hold two tensors: one of them would be lost."""
-    one, other = reader.entries[copy], reader.entries[original]
-    same = one.dtype == other.dtype and one.size == other.size
-    if not same or any(a != b for a, b in zip(reader.pieces(copy), reader.pieces(original), strict=True)):
+    one, other = found[copy], found[original]
+    same = one.kind == other.kind and one.size == other.size
+    if not same or any(a != b for a, b in zip(one.pieces(), other.pieces(), strict=True)):
         raise CheckpointError(
             f"{where}: {copy} and {original} differ, though {CONFIG} says they are one; correct tie_word_embeddings"
         )

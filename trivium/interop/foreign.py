@@ -13,7 +13,7 @@ Tick = Callable[[str, int, int], None]  # what is going on, how far, of how much
 
 
 class Foreign(NamedTuple):
-    """A model on the CPU in evaluation mode, its tokenizer (None where the files have none), and where it comes from.
+    """A model in evaluation mode, its tokenizer (None where the files have none), and where it comes from.
 
     The notes are plain values: `format` (hf, gguf, llama2.c), `architecture`, `ignored` (settings that were not read).
     """

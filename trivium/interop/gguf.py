@@ -14,27 +14,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trivium.checkpoints.format import fresh
 from trivium.errors import CheckpointError, ConfigError
 from trivium.interop.architectures.architecture import first_block, like
+from trivium.interop.architectures.llama import QK_EPS
 from trivium.interop.fields import Fields
 from trivium.interop.foreign import Foreign, Say, Tick
 from trivium.interop.gguf_file import GgufFile
 from trivium.interop.gguf_text import read_text
 from trivium.interop.names import Plan, Rule, Rules, Same, attention, same
+from trivium.interop.quants import dequantise
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets.llama import Shape, llama
-from trivium.models.transformer import Transformer, build, empty, weights
+from trivium.models.transformer import Lay, Transformer, build, empty, weights
 from trivium.parts.attention import MultiHead
 from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Scaling, Yarn
 from trivium.parts.positions.scaling import plain
 
 FREQUENCIES = "rope_freqs.weight"  # what LLaMA 3.1 and later divide each frequency by
-QK_EPS = 1e-6  # of our norms of queries and keys
 
 Bias = Literal["all", "inputs", "none"]
 Layout = Literal["halves", "interleaved"]
 
 _LAYER, _THEIRS = "decoder.blocks.*", "blk.*"
+_CHUNK = 1 << 18  # numbers that are read at a time
 _QUERY, _KEY = f"{_LAYER}.attention.query", f"{_LAYER}.attention.key"
 
 NAMES = {
@@ -84,7 +87,7 @@ def rules(config: ModelConfig, kind: Kind) -> Rules:
     return Rules(table=table, copies={}, ignored=(FREQUENCIES,))
 
 
-def open_gguf(path: Path, *, say: Say, tick: Tick) -> Foreign:
+def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None) -> Foreign:
     """The model in a GGUF file in float32, whatever the format of its numbers, and its tokenizer."""
     with GgufFile(path) as file:
         name = file.settings.get("general.architecture")
@@ -106,6 +109,7 @@ def open_gguf(path: Path, *, say: Say, tick: Tick) -> Foreign:
         plan = rules(config, kind).match(shapes, weights(bare), str(path))
         tokenizer, notes = read_text(file.settings, config.vocab, str(path), say=say)
         module = empty(config)
+        lay(module)
         _fill(module, file, plan, tick)
     if fields.ignored:
         say(f"{path.name}: not read: {', '.join(fields.ignored)}")
@@ -117,15 +121,35 @@ def _fill(module: Transformer, file: GgufFile, plan: Plan, tick: Tick) -> None:
     own = weights(module)
     total, done = sum(info.stop - info.start for info in file.tensors.values()), 0
     for source, (ours,), form in plan.steps:
-        target = own[ours]
         if isinstance(form, Same):
-            file.read(source, target.numpy())  # straight into the model: nothing is held twice
+            _pour(file, source, own[ours])
         else:
-            stored = torch.empty(file.tensors[source].shape)
+            stored = fresh(file.tensors[source].shape)
             file.read(source, stored.numpy())
-            target.copy_(form.read(stored)[0])
+            own[ours].copy_(form.read(stored)[0])
         done += file.tensors[source].stop - file.tensors[source].start
         tick("reading the weights", done, total)
+
+
+def _pour(file: GgufFile, name: str, target: Tensor) -> None:
+    """Fill a tensor, whatever its layout and its device, some whole rows at a time: nothing is held twice."""
+    format, shape, start, _ = file.tensors[name]
+    rows = target if target.ndim > 1 else target[None]  # a row holds whole blocks
+    numbers = shape[-1] * math.prod(rows.shape[1:-1])
+    step = max(1, _CHUNK // numbers)
+    try:
+        with file.path.open("rb", buffering=0) as source:
+            source.seek(start)
+            for first in range(0, len(rows), step):
+                part = rows[first : first + step]
+                raw = np.empty(format.bytes(part.numel()), np.uint8)
+                if source.readinto(raw.data) != raw.size:
+                    raise CheckpointError(f"{file.path} became shorter while it was read; fetch it again")
+                floats = np.empty(part.shape, np.float32)
+                dequantise(format, raw, floats)
+                part.copy_(torch.from_numpy(floats))
+    except OSError as error:
+        raise CheckpointError(f"{file.path} cannot be read: {error.strerror}") from None
 
 
 def _config(file: GgufFile, fields: Fields, kind: Kind) -> ModelConfig:

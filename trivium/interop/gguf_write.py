@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -13,14 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trivium.errors import CheckpointError, ConfigError, RequestError, TriviumError
+from trivium.errors import CheckpointError, RequestError
 from trivium.files import sync_folder, temporary
-from trivium.interop.alike import differences
+from trivium.interop import proof
 from trivium.interop.architectures.architecture import first_block, like
+from trivium.interop.architectures.llama import QK_EPS
 from trivium.interop.foreign import Say
-from trivium.interop.gguf import FREQUENCIES, KINDS, QK_EPS, Bias, Kind, like_llama, open_gguf, rules
+from trivium.interop.gguf import FREQUENCIES, KINDS, Bias, Kind, like_llama, open_gguf, rules
 from trivium.interop.gguf_file import MAGIC
 from trivium.interop.gguf_text import write_text
+from trivium.interop.proof import Mismatch
 from trivium.interop.quants import FORMATS, Format, q8_0
 from trivium.models.config import ModelConfig
 from trivium.models.presets.llama import Shape
@@ -39,10 +42,9 @@ _F32, _F16, _Q8_0 = 0, 1, 8
 _MATRICES: dict[Bits, int] = {32: _F32, 16: _F16, 8: _Q8_0}
 _BIASES: dict[str, Bias] = {"llama": "none", "qwen2": "inputs", "qwen3": "none"}
 _FILE_TYPES: dict[Bits, int] = {32: 0, 16: 1, 8: 7}
-_NEAR = 1e-5  # of the largest logit: the numbers are the same, only the order of a sum may differ
-# How far a weight may lie from itself after writing and reading: as a share of the largest of its tensor, and at all,
-# where the numbers of a float16 grow sparse.
-_TOLERANCE: dict[Bits, tuple[float, float]] = {32: (0, 0), 16: (2**-11, 2**-24), 8: (1 / 220, 127 * 2**-24)}
+# How far a weight may lie from itself after writing and reading: as a share of the largest of its block, and at all,
+# where the numbers of a float16 grow sparse. Q8_0 has 127 steps to the largest, and a float16 says how wide they are.
+_TOLERANCE = {_F32: (0.0, 0.0), _F16: (2**-11, 2**-24), _Q8_0: (1 / 254 + 2**-11, 127 * 2**-24)}
 
 
 class Target(NamedTuple):
@@ -61,13 +63,15 @@ def export_gguf(
     bits: Bits = 32,
     template: str = "",
 ) -> None:
-    """Write a model as GGUF; it appears at `path` only after it was read back and gave the same weights.
+    """Write a model as a new GGUF file; it appears at `path` only after it was read back and gave the same weights.
 
     Matrices are kept as they are (32), as F16 (16) or as Q8_0 (8). A model or a tokenizer that the format cannot
     express is a RequestError that names the part. `template` is the text of a chat template.
     """
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; name a file in it, such as {path / 'model.gguf'}")
+    if path.exists():
+        raise CheckpointError(f"{path} already exists; delete it or name another file")
     target = find(module.config)
     meta = build(module.config, device="meta")
     if weights(module).keys() != weights(meta).keys():
@@ -95,25 +99,23 @@ def export_gguf(
 
 def find(config: ModelConfig) -> Target:
     """The first architecture that computes the same; else the nearest one names what it lacks."""
-    nearest: tuple[list[str], str] | None = None
-    for name, kind in KINDS.items():
-        shape, bias = _shape(config, kind), _BIASES[name]
-        rotary = like(first_block(config.decoder).position, Rotary)
-        try:
-            lost = differences(config, like_llama(shape, bias, rotary.layout if kind.rows == "pairs" else "halves"))
-        except ConfigError:
-            continue  # it cannot even be said in its terms
-        if not lost:
-            return Target(name, shape)
-        if nearest is None or len(lost) < len(nearest[0]):
-            nearest = lost, name
-    if nearest is None:
+    found = proof.nearest(config, {name: partial(_nearest, config, name) for name in KINDS})
+    if found is None:
         raise RequestError("no architecture of GGUF that trivium writes is like this model; export it as hf or onnx")
-    lost, name = nearest
-    more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    raise RequestError(
-        f"GGUF cannot express model.{lost[0]}{more}; the nearest of its architectures is {name}: export as hf or onnx"
-    )
+    name, lost = found
+    if lost:
+        raise RequestError(
+            f"GGUF cannot express {proof.lacking(lost)}; the nearest of its architectures is {name}: "
+            "export as hf or onnx"
+        )
+    return Target(name, _shape(config, KINDS[name]))
+
+
+def _nearest(config: ModelConfig, name: str) -> ModelConfig:
+    """The model of this name that is nearest to a configuration."""
+    kind, rotary = KINDS[name], like(first_block(config.decoder).position, Rotary)
+    layout = rotary.layout if kind.rows == "pairs" else "halves"
+    return like_llama(_shape(config, kind), _BIASES[name], layout)
 
 
 def _shape(config: ModelConfig, kind: Kind) -> Shape:
@@ -250,30 +252,18 @@ def _value(value: Any) -> bytes:
 
 
 def _compare(module: Transformer, target: Target, path: Path, bits: Bits) -> float:
-    """The largest difference of logits between a model and the file; a TriviumError unless it holds the same model."""
+    """The largest difference of logits between a model and the file; a Mismatch unless it holds the same model.
+
+    Every tensor is compared with itself, read back: float32 to the bit, float16 number by number, and Q8_0 by the
+    largest number of each block. Only where all are float32 have the logits to be the same.
+    """
     again = open_gguf(path, say=lambda sentence: None, tick=lambda what, done, whole: None).module
-    share, least = _TOLERANCE[bits]
     for (name, mine), (_, theirs) in zip(_tensors(module, target), _tensors(again, target), strict=True):
-        mine = mine.to("cpu", torch.float32)
-        far = float((theirs - mine).abs().max())
-        if not far <= share * float(mine.abs().max()) + least:
-            raise TriviumError(f"the export does not match: {name} is off by {far:.1e}; nothing was written")
-    draw = torch.Generator().manual_seed(0)
-    ids_BT = torch.randint(module.config.vocab, (2, min(64, module.config.context)), generator=draw)
-    mine, theirs = _logits(module, ids_BT), _logits(again, ids_BT)
-    gap = float((mine - theirs).abs().max())
-    # a half-precision model is computed in its own precision, and its export in float32
-    near = max(_NEAR, 8 * torch.finfo(module.embedding.weight.dtype).eps) * max(float(mine.abs().max()), 1.0)
-    if bits == 32 and not gap <= near:
-        raise TriviumError(f"the export gave logits that differ by {gap:.1e}; nothing was written")
-    return gap
-
-
-@torch.no_grad()
-def _logits(module: Transformer, ids_BT: Tensor) -> Tensor:
-    training = module.training
-    module.eval()
-    try:
-        return module.head.logits(module(ids_BT.to(module.device)).hidden).float().cpu()
-    finally:
-        module.train(training)
+        number = _format(mine, bits)
+        share, least = _TOLERANCE[number]
+        blocks_NE = mine.to("cpu", torch.float32).reshape(-1, FORMATS[number].numbers)
+        far_NE = (theirs.reshape(blocks_NE.shape) - blocks_NE).abs()
+        if not bool((far_NE <= share * blocks_NE.abs().amax(1, keepdim=True) + least).all()):
+            far = float(far_NE.max())
+            raise Mismatch(f"the export does not match: {name} is off by {far:.1e}; nothing was written")
+    return proof.compare(module, again, rounded=bits != 32)

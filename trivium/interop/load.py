@@ -9,20 +9,23 @@ from trivium.interop.folder import CONFIG, open_folder
 from trivium.interop.foreign import Foreign, Say, Tick
 from trivium.interop.gguf import open_gguf
 from trivium.interop.llama2c import open_llama2c
+from trivium.models.transformer import Lay
 
 
-def open_foreign(path: Path, *, say: Say, tick: Tick) -> Foreign:
-    """The model in a Hugging Face folder, a GGUF file or a llama2.c file."""
+def open_foreign(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None) -> Foreign:
+    """The model in a Hugging Face folder, a GGUF file or a llama2.c file; `lay` sees it before it is filled."""
     if path.is_dir():
         if (path / CONFIG).is_file():
-            return open_folder(path, say=say, tick=tick)
+            return open_folder(path, say=say, tick=tick, lay=lay)
         raise CheckpointError(f"{path} holds no model: there is neither a model.json nor a {CONFIG}")
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; name a folder or a file")
     if path.suffix == ".gguf":
-        return open_gguf(path, say=say, tick=tick)
+        return open_gguf(path, say=say, tick=tick, lay=lay)
     if path.suffix == ".bin":
-        return open_llama2c(path, say=say, tick=tick)
+        found = open_llama2c(path, say=say, tick=tick)
+        lay(found.module)
+        return found
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} holds tensors without their settings; name the folder with its {CONFIG}")
     raise CheckpointError(f"{path} is no model that trivium reads; name a folder, a .gguf file or a llama2.c .bin file")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from trivium.errors import CheckpointError
@@ -53,7 +52,7 @@ class Columns:
         return tuple((theirs.T if theirs.ndim == 2 else theirs).chunk(3))
 
     def write(self, ours: Sequence[Tensor]) -> Tensor:
-        joined = torch.cat(tuple(ours))
+        joined = _beside(ours, dim=0).flatten(0, 1)
         return joined.T if joined.ndim == 2 else joined
 
 
@@ -69,7 +68,16 @@ class ByHead:
 
     def write(self, ours: Sequence[Tensor]) -> Tensor:
         apart = [tensor.reshape(self.heads, -1, *tensor.shape[1:]) for tensor in ours]
-        return torch.stack(apart, dim=1).flatten(0, 2)
+        return _beside(apart, dim=1).flatten(0, 2)
+
+
+def _beside(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """`torch.stack`, which on the meta device loads the whole compiler: a second and 75 MB for a shape."""
+    first = parts[0]
+    result = first.new_empty(*first.shape[:dim], len(parts), *first.shape[dim:])
+    for part, place in zip(parts, result.unbind(dim), strict=True):
+        place.copy_(part)
+    return result
 
 
 class Row:
@@ -137,17 +145,21 @@ class Rules:
         """Theirs that would hold some of ours, of which others may have no place there."""
         return [step.source for step in self._pairs(own)]
 
-    def match(self, shapes: Mapping[str, Sequence[int]], own: Mapping[str, Tensor], where: str) -> Plan:
+    def match(
+        self, shapes: Mapping[str, Sequence[int]], own: Mapping[str, Tensor], where: str, *, hint: str = ""
+    ) -> Plan:
         """How tensors of these shapes fill `own`, which may be on the meta device; a CheckpointError if they do not.
 
-        Every one of theirs must be used or known to be no weight, and every one of ours must be filled.
+        Every one of theirs must be used or known to be no weight, and every one of ours must be filled. `hint` says
+        what to do where there is one too many or too few, if it is known why.
         """
         wanted = {step.source: step for step in self._all(own)}
         found: dict[str, str] = {}
         for name in shapes:
             known = self._known(name, wanted)
             if known is None:
-                raise CheckpointError(f"{where}: nobody reads the tensor {name}; this is another kind of model")
+                reason = hint or "this is another kind of model"
+                raise CheckpointError(f"{where}: nobody reads the tensor {name}; {reason}")
             if known in found:
                 raise CheckpointError(f"{where}: {name} and {found[known]} are the same tensor; remove one of them")
             found[known] = name
@@ -155,7 +167,8 @@ class Rules:
         steps = []
         for name, (_, ours, form) in wanted.items():
             if name not in found:
-                raise CheckpointError(f"{where}: the tensor {name} is missing; fetch the whole checkpoint")
+                reason = hint or "fetch the whole checkpoint"
+                raise CheckpointError(f"{where}: the tensor {name} is missing; {reason}")
             expected = form.write([own[one] for one in ours]).shape
             for source in (found[name], *(copy for copy, original in copies if original == found[name])):
                 if tuple(shapes[source]) != tuple(expected):

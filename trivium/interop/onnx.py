@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from trivium.errors import CheckpointError, RequestError
 from trivium.files import remove, sync_file, sync_folder, temporary, write_synced
 from trivium.interop.foreign import Say
-from trivium.interop.hf import Mismatch
+from trivium.interop.proof import Mismatch
 from trivium.models.transformer import Transformer, empty, load_weights, weights
 from trivium.objectives.masked import CLASS, SEPARATOR
 from trivium.objectives.objective import PAD

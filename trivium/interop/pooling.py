@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.errors import CheckpointError
-from trivium.interop.shards import json_table, within
+from trivium.files import read_inside
 
 MODULES, SENTENCES = "modules.json", "sentence_bert_config.json"
 _LONGEST = 1 << 20  # bytes: a list of a few modules
@@ -25,7 +25,7 @@ def pooling(folder: Path) -> dict[str, Any]:
     modes, unread = set[str](), list[str]()
     for kind, path in _modules(folder):
         if kind == "Pooling":
-            table = json_table(_inside(folder, path))
+            table = _table(folder, f"{_beside(folder, path)}/config.json")
             modes |= {name for name, value in table.items() if name.startswith("pooling_mode_") and value is True}
         elif kind == "Normalize":
             result["normalize"] = True
@@ -37,7 +37,7 @@ def pooling(folder: Path) -> dict[str, Any]:
     if unread:
         result["unread"] = unread
     if (folder / SENTENCES).exists():
-        longest = json_table(within(folder, SENTENCES)).get("max_seq_length")
+        longest = _table(folder, SENTENCES).get("max_seq_length")
         if type(longest) is int and longest > 0:
             result["longest"] = longest
     return result
@@ -45,13 +45,7 @@ def pooling(folder: Path) -> dict[str, Any]:
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """The last word of each module's type, and its folder; the type is compared, never imported."""
-    path = within(folder, MODULES)
-    try:
-        steps = json.loads(path.read_bytes()) if path.stat().st_size <= _LONGEST else None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is not JSON; fetch it again") from None
+    path, steps = folder / MODULES, _read(folder, MODULES)
     if not isinstance(steps, list):
         raise CheckpointError(f"{path} does not hold a list of modules; fetch it again")
     result = []
@@ -63,8 +57,25 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return result
 
 
-def _inside(folder: Path, place: str) -> Path:
-    """The settings of a module, whose folder must be one beside modules.json."""
+def _beside(folder: Path, place: str) -> str:
+    """The folder of a module, which must be one beside modules.json."""
     if "/" in place or "\\" in place or place in ("", ".", ".."):
         raise CheckpointError(f"{folder / MODULES} names the folder {place[:80]!r}, which is not one beside it")
-    return within(folder, f"{place}/config.json")
+    return place
+
+
+def _table(folder: Path, name: str) -> dict[str, Any]:
+    table = _read(folder, name)
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{folder / name} does not hold a JSON object; fetch it again")
+    return table
+
+
+def _read(folder: Path, name: str) -> Any:
+    """What a JSON file of the folder holds."""
+    try:
+        return json.loads(read_inside(folder, name, _LONGEST))
+    except OSError as error:
+        raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}; fetch it again") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{folder / name} is not JSON; fetch it again") from None

@@ -14,8 +14,7 @@ from trivium.errors import RequestError
 from trivium.interop.foreign import Tick
 from trivium.models.transformer import Transformer, weights
 from trivium.parts import quantized
-from trivium.parts.linear import Linear
-from trivium.parts.quantized import Bits, Packed, QuantizedLinear
+from trivium.parts.quantized import Bits, QuantizedLinear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,26 +65,6 @@ def quantize(module: Transformer, bits: int, *, tick: Tick = lambda what, done, 
         quantized=tuple(old),
         kept=tuple(name for name in floats if not name.endswith(".scales")),
     )
-
-
-def dequantize(module: Transformer) -> Transformer:
-    """Give a quantised model float layers again, in place, with the same values: what training and exports read."""
-    layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
-    quantized.exchange(module, {layer: _dense(layer, module.embedding.weight.dtype) for layer in layers})
-    module.requires_grad_(True)
-    return module
-
-
-def _dense(layer: QuantizedLinear, dtype: torch.dtype) -> Linear:
-    with layer.levels.device:
-        new = Linear(
-            layer.in_features, layer.out_features, bias=layer.bias is not None, role=layer.role, head=layer.head
-        )
-    if layer.bias is not None:
-        new.bias = layer.bias
-    new.weight.data = new.weight.data.to(dtype)
-    quantized.unpack_into(new.weight.data, Packed(layer.levels, layer.scales))
-    return new
 
 
 def checked(bits: int) -> Bits:

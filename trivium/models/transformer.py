@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,17 @@ from trivium.parts.linear import Linear, columns
 from trivium.parts.masks import Mask
 from trivium.parts.output import Head
 from trivium.parts.site import NoPart
+
+Lay = Callable[[nn.Module], None]  # what is done to a model between building and filling it, such as `lay_out`
+
+
+class Shaped(Protocol):
+    """A tensor, or what will be one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype | None: ...
 
 
 class States(NamedTuple):
@@ -187,18 +201,47 @@ def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "c
 
 
 def empty(config: ModelConfig) -> Transformer:
-    """A model whose weights are about to be loaded."""
+    """A model whose weights are about to be loaded: memory that nobody has written takes no room yet."""
     return Transformer(config)
 
 
+def lay_out(model: nn.Module, device: torch.device) -> None:
+    """Bring a model to where it will be used, in the layout for that.
+
+    Before it is filled this takes no more memory than its weights will; afterwards those that move are held twice.
+    """
+    model.to(device)
+    if device.type == "cpu":
+        arrange(model)
+
+
 def arrange(model: nn.Module) -> None:
-    """Lay a model's weights out for decoding on the CPU; values, names and shapes stay the same."""
+    """Lay a model's weights out for decoding on the CPU; values, names and shapes stay the same.
+
+    What lies so already is not touched.
+    """
     for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
+        if isinstance(module, MultiHeadAttention) and not _packed(module):
             module.pack()
     for module in model.modules():
         if isinstance(module, Linear) and module.role not in ("query", "key", "value"):
             module.weight.data = columns(module.weight.data)
+    _give_back()
+
+
+def _give_back() -> None:
+    """Let the system have what was freed: malloc keeps holes between blocks, here one for every attention."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # a C library without it does as it always did
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _packed(part: MultiHeadAttention) -> bool:
+    """Whether the weights are those that were packed once, and not others that were put in their place."""
+    if part.packed is None:
+        return False
+    layers = (part.query, part.key, part.value)
+    parts = [layer.weight for layer in layers] + [layer.bias for layer in layers if layer.bias is not None]
+    return part.packed.places == [one.data_ptr() for one in parts]
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -209,7 +252,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **{name: tensor for name, tensor in saved.items() if name not in alias}}
 
 
-def check_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def check_weights(model: nn.Module, tensors: Mapping[str, Shaped]) -> None:
     """Refuse a missing, extra or misshapen tensor; a model on the meta device costs no memory for that."""
     own = weights(model)
     wrong = [f"{name} is missing" for name in own if name not in tensors]
@@ -217,7 +260,7 @@ def check_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     wrong += [
         f"{name} has shape {list(tensors[name].shape)}, not {list(tensor.shape)}"
         for name, tensor in own.items()
-        if name in tensors and tensors[name].shape != tensor.shape
+        if name in tensors and tuple(tensors[name].shape) != tuple(tensor.shape)
     ]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""

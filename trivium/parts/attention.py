@@ -63,8 +63,9 @@ class MultiHead:
         if self.head:
             return self.head
         if site.width % self.heads:
-            around = (self.heads + away * side for away in range(self.heads) for side in (-1, 1))
-            nearest = next(heads for heads in around if heads <= site.width and site.width % heads == 0)
+            small = [size for size in range(1, math.isqrt(site.width) + 1) if site.width % size == 0]
+            able = {*small, *(site.width // size for size in small)}
+            nearest = min(able, key=lambda heads: (abs(heads - self.heads), heads))
             raise ConfigError(f"heads: width {site.width} is not divisible by {self.heads}; try {nearest}")
         return site.width // self.heads
 

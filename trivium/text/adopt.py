@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from trivium.errors import DataError
-from trivium.text.library import byte_alphabet, parse
+from trivium.text.library import byte_alphabet, guarded, parse
 from trivium.text.reading import Reading, described
 
 CARD = "trivium"  # the key of our table in a tokenizer.json
@@ -79,6 +79,7 @@ class Card:
     roles: Roles
     frame: Frame
     charsmap: str = ""  # SentencePiece's replacements in base64, made before the library sees the text
+    unknown: str = ""  # what its publisher calls the token for what it does not know, where the library's file does not
 
     @property
     def specials(self) -> dict[str, int]:
@@ -95,7 +96,8 @@ class Card:
     def dump(self) -> str:
         """The card as JSON."""
         values = {"added": self.added, "roles": asdict(self.roles), "frame": self.frame._asdict()}
-        return json.dumps(values | {"charsmap": self.charsmap}, ensure_ascii=False)
+        values |= {"charsmap": self.charsmap} | ({"unknown": self.unknown} if self.unknown else {})
+        return json.dumps(values, ensure_ascii=False)
 
     @staticmethod
     def read(values: Any) -> Card:
@@ -105,15 +107,16 @@ class Card:
             roles = Roles(**values["roles"])
             added = tuple({"id": entry["id"], "content": entry["content"]} | entry for entry in values["added"])
             numbers = [*(entry["id"] for entry in added), *(id for row in ids.values() for id in row)]
-            texts = [*(entry["content"] for entry in added), *asdict(roles).values(), values["charsmap"]]
+            unknown = values.get("unknown", "")
+            texts = [*(entry["content"] for entry in added), *asdict(roles).values(), values["charsmap"], unknown]
             sound = all(type(id) is int and 0 <= id < _MOST for id in numbers)
             sound = sound and all(isinstance(text, str) for text in texts)
             sound = sound and {spelling for spelling in asdict(roles).values() if spelling} <= set(texts[: len(added)])
-        except (TypeError, KeyError, ValueError):
+        except (AttributeError, TypeError, KeyError, ValueError):
             sound = False
         if not sound or not roles.end:
             raise DataError(f'its table "{CARD}" is damaged')
-        return Card(added=added, roles=roles, frame=Frame(**ids), charsmap=values["charsmap"])
+        return Card(added=added, roles=roles, frame=Frame(**ids), charsmap=values["charsmap"], unknown=unknown)
 
 
 class Adopted(NamedTuple):
@@ -130,10 +133,12 @@ def adopt(
     specials: Collection[str] = (),
     frame: Frame | None = None,
     charsmap: str = "",
+    unknown: str = "",
 ) -> Adopted:
     """A tokenizer.json of any kind; `specials` are special though the file may not say so, as are those with a role.
 
-    Without a `frame` it is what the file's own post-processor puts around a text.
+    Without a `frame` it is what the file's own post-processor puts around a text. `unknown` is the published name of
+    the token for what it does not know, which the file may leave out.
     """
     check_ids(file)
     inner = parse(json.dumps(file))
@@ -143,6 +148,7 @@ def adopt(
     known = inner.get_vocab(with_added_tokens=True)
     roles = roles.completed(known)
     model = contents["model"]
+    named = unknown or model.get("unk_token") or ""
     if contents["decoder"] and contents["decoder"]["type"] == "ByteLevel" and set(byte_alphabet()) <= known.keys():
         model["unk_token"] = None  # there is no unknown byte, and the token that is named here is often the end
     unknown = model.get("unk_token") or _name(model, model.get("unk_id"))
@@ -156,6 +162,7 @@ def adopt(
         roles=roles,
         frame=frame or around(inner),
         charsmap=charsmap,
+        unknown=named if named in known and named != unknown else "",
     )
     if model["type"] == "Unigram":
         _scale(model, {entry["id"] for entry in card.added} | {model["unk_id"]})
@@ -187,7 +194,7 @@ def added_token(content: str, id: int) -> Added:
 
 def around(inner: tokenizers.Tokenizer) -> Frame:
     """What a library tokenizer puts before and after a text by itself."""
-    found = inner.encode("a")
+    found = guarded(lambda: inner.encode("a"))
     marks = found.special_tokens_mask
     before = next((place for place, mark in enumerate(marks) if not mark), len(marks))
     after = next((place for place, mark in enumerate(reversed(marks)) if not mark), 0)
@@ -236,14 +243,20 @@ def shown(inner: tokenizers.Tokenizer, card: Card) -> dict[str, Any]:
         steps = [{"type": "Precompiled", "precompiled_charsmap": card.charsmap}, *_steps(file["normalizer"])]
         file["normalizer"] = {"type": "Sequence", "normalizers": steps}
     if around(inner)[:2] != card.frame[:2]:
-        file["post_processor"] = _post_processor(card)
+        spelled = {entry["id"]: entry["content"] for entry in card.added}
+        file["post_processor"] = post_processor(card.frame, spelled, alike=card.roles.first == "<s>")
     file["added_tokens"] = sorted([*file["added_tokens"], *card.added], key=lambda entry: int(entry["id"]))
     return file
 
 
-def _post_processor(card: Card) -> dict[str, Any]:
-    """The library's post-processor that puts a card's frame around a text, and around two."""
-    spelled = {entry["id"]: entry["content"] for entry in card.added}
+def unknown_of(file: Mapping[str, Any]) -> str:
+    """The token for what a tokenizer.json does not know, as its model names it; "" where it knows everything."""
+    model = file["model"]
+    return str(model.get("unk_token") or _name(model, model.get("unk_id")))
+
+
+def post_processor(frame: Frame, spelled: Mapping[int, str], *, alike: bool = False) -> dict[str, Any]:
+    """The library's post-processor that puts a frame around a text, and around two; `alike`: these as in RoBERTa."""
 
     def marks(ids: Sequence[int], number: int) -> list[dict[str, Any]]:
         return [{"SpecialToken": {"id": spelled[id], "type_id": number}} for id in ids]
@@ -251,12 +264,12 @@ def _post_processor(card: Card) -> dict[str, Any]:
     def text(name: str, number: int) -> dict[str, Any]:
         return {"Sequence": {"id": name, "type_id": number}}
 
-    before, after, _ = card.frame
+    before, after, _ = frame
     single = [*marks(before, 0), text("A", 0), *marks(after, 0)]
     second = [text("B", 1), *marks(after, 1)]
     if not after:
         second = [*marks(before, 1), *second]  # LLaMA
-    elif before and card.roles.first == "<s>":
+    elif before and alike:
         second = [*marks(after, 0), text("B", 0), *marks(after, 0)]  # RoBERTa: two ends between, no segments
     specials = {spelled[id]: {"id": spelled[id], "ids": [id], "tokens": [spelled[id]]} for id in (*before, *after)}
     return {"type": "TemplateProcessing", "single": single, "pair": [*single, *second], "special_tokens": specials}

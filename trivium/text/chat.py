@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from trivium.errors import DataError, RequestError
+from trivium.text.template import EVERYONE, canonical, quoted
 from trivium.text.tokenizer import Tokenizer
 
 Role = Literal["system", "user", "assistant"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant")
-_LARGEST = 1 << 20  # characters of a template
+_LARGEST = 1 << 16  # characters of a template; published ones have a few thousand
 
 
 class Message(NamedTuple):
@@ -120,10 +121,10 @@ class Chat:
 def recognise(template: str, *, begin: str = "<s>", end: str = "</s>") -> Chat:
     """The chat of a published template; `begin` and `end` are the tokenizer's own. A DataError if it is unknown."""
     if len(template) <= _LARGEST:
-        plain = _plain(template)
+        plain = canonical(template)
         bos = begin if "bos_token" in plain else ""
         for make in (_chatml, _llama3, _llama2, _mistral, _zephyr, _gemma):
-            if (chat := make(plain, bos, end)) is not None:
+            if (chat := make(plain, bos, end)) is not None and _sound(plain, chat):
                 return replace(chat, template=template)
     raise DataError(
         "the chat template is not one that trivium knows (ChatML, Llama 2 and 3, Mistral, Zephyr, Gemma), and "
@@ -131,22 +132,62 @@ def recognise(template: str, *, begin: str = "<s>", end: str = "</s>") -> Chat:
     )
 
 
-def _plain(template: str) -> str:
-    """A template in one way of writing: single quotes, message['role'], no spaces around operators, joined texts."""
-    text = template.replace("\\n", "\n").replace('"', "'").replace(".strip()", "|trim")
-    text = re.sub(r"message\.(role|content)\b", r"message['\1']", text)
-    text = re.sub(r"[ \n]*([+|=])[ \n]*", r"\1", text)
-    text = re.sub(r"\{\{-?[ \n]*", "{{", re.sub(r"[ \n]*(-?\}\})", r"\1", text))
-    return text.replace("'+'", "")
+def _sound(plain: str, chat: Chat) -> bool:
+    """Whether nothing else in a template changes what a conversation becomes."""
+    if _CHANGES.search(plain):
+        return False
+    if plain.count("bos_token") > 1 or ("bos_token" in plain and not any(mark in plain for mark in _BEGINS)):
+        return False
+    asked = plain.replace(_UNASKED, "")
+    answer = re.escape(quoted(chat.turns["assistant"].prefix if chat.answer is None else chat.answer))
+    prompt = rf"\{{%if (?:loop\.last and )?add_generation_prompt%\}}\{{\{{{answer}\}}\}}\{{%endif%\}}"
+    if chat.name == "Zephyr":  # it ends in a line end of its own
+        prompt = r"\{%if loop\.last and add_generation_prompt%\}\{\{'<\|assistant\|>\n?'\}\}\n?\{%endif%\}"
+    return asked.count("add_generation_prompt") == len(re.findall(prompt, asked)) == (chat.answer != "")
+
+
+# what changes the words of a message, or puts others before an answer
+_CHANGES = re.compile(
+    r"\.(?:split|replace|lstrip|rstrip|upper|lower|title|capitalize|format|join)\(|think|reasoning"
+    r"|\|(?:replace|upper|lower|title|capitalize|truncate|format|join|default)\b"
+)
+# a template's begin, once and always
+_BEGINS = (
+    "{{bos_token}}{%",
+    "{%if loop.index0==0%}{%set content=bos_token+content%}{%endif%}",
+    "{{bos_token+'[INST] '",
+)
+_UNASKED = "{%if not add_generation_prompt is defined%}{%set add_generation_prompt=false%}{%endif%}"
+_TURN = "{{'<|im_start|>'+message['role']+'\n'+message['content']+'<|im_end|>\n'}}"
+_SYSTEM = "{{'<|im_start|>system\nSAID<|im_end|>\n'}}"
+_CHATML = (
+    "{%for message in messages%}" + _TURN + "{%endfor%}",
+    "{%for message in messages%}{%if loop.first and messages[0]['role']!='system'%}" + _SYSTEM + "{%endif%}"
+    f"{_TURN}{{%endfor%}}",
+    "{%if messages[0]['role']=='system'%}{{'<|im_start|>system\n'+messages[0]['content']+'<|im_end|>\n'}}"
+    "{%else%}"
+    + _SYSTEM
+    + "{%endif%}{%for message in messages%}{%if "
+    + EVERYONE
+    + "%}"
+    + _TURN
+    + "{%endif%}{%endfor%}",
+)
 
 
 def _chatml(plain: str, begin: str, end: str) -> Chat | None:
-    turn = r"'<\|im_start\|>'\+message\['role'\]\+'\n'\+(?:message\['content'\]|content)\+'<\|im_end\|>\n'"
-    if not re.search(turn, plain):
+    body = plain.removeprefix("{{bos_token}}").removeprefix(_UNASKED)
+    body, asked, after = body.partition("{%if add_generation_prompt%}{{'<|im_start|>assistant\n'}}{%endif%}")
+    if not asked or after:
         return None
-    said = re.search(r"<\|im_start\|>system\n([^'{}<>]*)<\|im_end\|>", plain)
+    forms = (re.escape(form).replace("SAID", r"(?P<said>(?:[^'\\]|\\.)*?)") for form in _CHATML)
+    found = next((match for form in forms if (match := re.fullmatch(form, body, re.DOTALL))), None)
+    if found is None:
+        return None
+    said = found.groupdict().get("said")
+    default = None if said is None else re.sub(r"\\(.)", r"\1", said)
     turns = {role: Turn(f"<|im_start|>{role}\n", "<|im_end|>\n") for role in ROLES}
-    return Chat(name="ChatML", turns=turns, begin=begin, stop=("<|im_end|>",), default=said[1] if said else None)
+    return Chat(name="ChatML", turns=turns, begin=begin, stop=("<|im_end|>",), default=default)
 
 
 def _llama3(plain: str, begin: str, end: str) -> Chat | None:
@@ -169,7 +210,7 @@ def _llama3(plain: str, begin: str, end: str) -> Chat | None:
 
 def _llama2(plain: str, begin: str, end: str) -> Chat | None:
     marks: tuple[str, ...] = ("'<<SYS>>\n'", "'\n<</SYS>>\n\n'", "bos_token+'[INST] '+content|trim+' [/INST]'")
-    marks += ("' '+content|trim+' '+eos_token", "set content=message['content'] %}")
+    marks += ("' '+content|trim+' '+eos_token", "{%set content=message['content']%}")
     if not all(mark in plain for mark in marks):
         return None
     turns: dict[Role, Turn] = {

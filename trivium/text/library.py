@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import tokenizers
@@ -32,8 +32,14 @@ _WITHIN_LINE = f"[\\t\\v-\\r{_BLANK}]"  # all of it but the newline
 
 def parse(text: str) -> tokenizers.Tokenizer:
     """The library's tokenizer in the text of a tokenizer.json; a DataError with the library's reason if it is none."""
+    found: tokenizers.Tokenizer = guarded(lambda: tokenizers.Tokenizer.from_str(text))
+    return found
+
+
+def guarded(do: Callable[[], Any]) -> Any:
+    """What the library makes of a file that others wrote; a DataError with its reason if it fails."""
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        return do()
     except BaseException as error:
         # The library raises nothing narrower than Exception, and what it did not foresee is not even one.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from trivium.errors import DataError, RequestError
-from trivium.files import write_atomic
+from trivium.files import read_inside, write_atomic
 from trivium.text import sentencepiece
-from trivium.text.adopt import CARD, Frame, Roles, added_token, adopt
+from trivium.text.adopt import CARD, Frame, Roles, added_token, adopt, around, post_processor, unknown_of
+from trivium.text.framing import frame_of
 from trivium.text.library import END, parse
 from trivium.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, UNUSED, Scored
 from trivium.text.tables import byte_level_bpe, suffix_bpe, wordpiece
@@ -43,12 +45,12 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     readers = [
         ("tokenizer.json", _library),
         *((name, _sentencepiece) for name in _SPM),
-        *((names[0], _merged) for names in _BPE if (folder / names[1]).is_file()),
+        *((names[0], _merged) for names in _BPE if os.path.lexists(folder / names[1])),
         ("vocab.txt", _wordpieces),
     ]
     for name, read in readers:
         file = folder / name
-        if not file.is_file():
+        if not os.path.lexists(file):
             continue
         try:
             return read(file, said)
@@ -59,20 +61,32 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     return None
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, template: str = "") -> None:
+def write_tokenizer(
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    template: str = "",
+    frame: Frame | None = None,
+    segments: bool = False,
+) -> None:
     """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json as transformers reads them.
 
-    `template` is the published text of a chat template. Transformers takes the spelling of a special token in a text
-    for the token; all other text has the same ids.
+    `template` is the published text of a chat template, `frame` what the model reads around a text (without it, what
+    the tokenizer says by itself), and with `segments` the model is told which of two texts an id belongs to.
+    Transformers takes the spelling of a special token in a text for the token; all other text has the same ids.
     """
     if not isinstance(tokenizer, LibraryTokenizer):
         raise RequestError("there is no tokenizer to export; put its files beside the model and load it again")
-    file, card = tokenizer.shown(), tokenizer.card
+    card = tokenizer.card
+    file = (tokenizer.framed(frame) if card and frame else tokenizer).shown()
+    if card is None and frame and (frame.before or frame.after):
+        file["post_processor"] = post_processor(frame, {id: name for name, id in tokenizer.specials.items()})
     roles = card.roles if card else Roles(begin=END, end=END).completed(tokenizer.specials)
     named = {key: spelling for role, key in _TOKENS.items() if (spelling := asdict(roles)[role])}
-    unknown = file["model"].get("unk_token")
+    unknown = unknown_of(file) or (card.unknown if card else "")
     tokens = named | ({"unk_token": unknown} if unknown else {})
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokens}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings |= tokens | {"model_input_names": ["input_ids", *["token_type_ids"] * segments, "attention_mask"]}
     settings |= {"chat_template": template} if template else {}
     for name, values in (
         ("tokenizer.json", file),
@@ -87,6 +101,7 @@ class _Said:
 
     def __init__(self, folder: Path) -> None:
         self.config = _object(folder / "config.json")
+        self.generating = _object(folder / "generation_config.json")
         self.settings = _object(folder / "special_tokens_map.json") | _object(folder / "tokenizer_config.json")
         legacy = _object(folder / "added_tokens.json")
         listed = self.settings.get("added_tokens_decoder")
@@ -125,7 +140,7 @@ class _Said:
         return value if isinstance(value, bool) else default
 
     def framed(self, tokenizer: Tokenizer, frame: Frame) -> Frame:
-        """A frame with or without begin and end as the settings ask, and what a decoder begins with."""
+        """A frame with or without begin and end as the settings ask, and what a decoder behind a source begins with."""
         before, after = frame.before, frame.after
         begins = self.flag("add_bos_token", None)
         if begins is not None:
@@ -134,9 +149,27 @@ class _Said:
         ends = self.flag("add_eos_token", None)
         if ends and after[-1:] != (tokenizer.end,):
             after = (*after, tokenizer.end)
-        start: Any = self.config.get("decoder_start_token_id")
-        known = isinstance(start, int) and 0 <= start < tokenizer.size
-        return Frame(before, after, (int(start),) if known else ())
+        return Frame(before, after, self.start(tokenizer.size))
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether the model is an encoder with a decoder."""
+        return self.config.get("is_encoder_decoder") is True
+
+    def start(self, size: int) -> tuple[int, ...]:
+        """What a decoder behind a source begins with: its start, then what is always the first that it writes.
+
+        As in transformers: the generation settings are asked, where there are none the configuration, and the begin
+        of a text is the start of a decoder that names no other.
+        """
+        table = self.generating or self.config
+        firsts = [table.get("decoder_start_token_id"), table.get("bos_token_id") if self.two_sided else None]
+        firsts += [self.config.get("decoder_start_token_id")]
+        start = next((id for id in firsts if type(id) is int and 0 <= id < size), None)
+        forced: Any = table.get("forced_bos_token_id")
+        if start is None:
+            return ()
+        return (start, forced) if type(forced) is int and 0 <= forced < size else (start,)
 
 
 def _library(file: Path, said: _Said) -> Tokenizer:
@@ -145,16 +178,34 @@ def _library(file: Path, said: _Said) -> Tokenizer:
         return open_tokenizer(file)
     if _ours(said.roles):
         try:
-            return LibraryTokenizer(parse(json.dumps(contents)))
+            return _own(contents, said)
         except DataError:
             pass  # of another kind, or with another end
-    known = {entry.get("content") for entry in contents.get("added_tokens", ()) if isinstance(entry, dict)}
+    added = contents.get("added_tokens", [])
+    if not isinstance(added, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("content"), str) for entry in added
+    ):
+        raise DataError(f"{file} has added_tokens that are no list of tokens; fetch it again")
+    known = {entry["content"] for entry in added}
     new = [
         {**added_token(name, id), "special": special} for name, (id, special) in said.added.items() if name not in known
     ]
-    contents["added_tokens"] = [*contents.get("added_tokens", ()), *sorted(new, key=lambda entry: int(entry["id"]))]
-    tokenizer = LibraryTokenizer(*adopt(contents, said.roles, specials=said.specials))
+    contents["added_tokens"] = [*added, *sorted(new, key=lambda entry: int(entry["id"]))]
+    unknown = _content(said.settings.get("unk_token"))
+    tokenizer = LibraryTokenizer(*adopt(contents, said.roles, specials=said.specials, unknown=unknown))
     return tokenizer.framed(said.framed(tokenizer, tokenizer.frame))
+
+
+def _own(contents: Mapping[str, Any], said: _Said) -> Tokenizer:
+    """A tokenizer that we trained and wrote; a DataError if it is none, or frames texts otherwise than ours do."""
+    post = contents.get("post_processor")
+    framed = isinstance(post, dict) and post.get("type") == "TemplateProcessing"
+    tokenizer = LibraryTokenizer(parse(json.dumps({**contents, "post_processor": None} if framed else contents)))
+    frame = frame_of("encoder-decoder" if said.two_sided else "encoder", tokenizer)
+    other = framed and around(parse(json.dumps(contents)))[:2] != frame[:2]
+    if other or said.start(tokenizer.size) not in ((), frame.start):
+        raise DataError("it frames texts otherwise")
+    return tokenizer
 
 
 def _ours(roles: Roles) -> bool:
@@ -191,10 +242,7 @@ def _merged(file: Path, said: _Said) -> Tokenizer:
 
 
 def _wordpieces(file: Path, said: _Said) -> Tokenizer:
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError):
-        raise DataError("it is not UTF-8 text") from None
+    lines = _lines(file)
     vocab = {line: id for id, line in enumerate(lines if lines[-1] else lines[:-1])}
     vocab |= {name: id for name, (id, _) in said.added.items() if name not in vocab}
     roles, ends = said.roles, ("[CLS]", "[SEP]")
@@ -260,24 +308,28 @@ def _translated(pieces: list[Scored], vocab: Mapping[str, Any]) -> list[Scored]:
 
 
 def _merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError):
-        raise DataError(f"{path} is not UTF-8 text; restore it from a copy") from None
-    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    pairs = [tuple(line.split(" ")) for line in _lines(path) if line and not line.startswith("#version")]
     if any(len(pair) != 2 for pair in pairs):
         raise DataError(f"{path} has a line that is not two pieces; restore it from a copy")
     return [(pair[0], pair[1]) for pair in pairs]
 
 
+def _lines(path: Path) -> list[str]:
+    try:
+        text = read_inside(path.parent, path.name, _LARGEST).decode()
+        return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8 text; restore it from a copy") from None
+
+
 def _object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no such file."""
-    try:
-        if path.stat().st_size > _LARGEST:
-            raise DataError(f"{path} is larger than any tokenizer's file; name another folder")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
+    try:
+        value = json.loads(read_inside(path.parent, path.name, _LARGEST).decode())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
     except (ValueError, RecursionError):

@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from trivium.errors import DataError
+from trivium.files import read_inside
 from trivium.text.adopt import HIDDEN, Frame, Roles, added_token, adopt
 from trivium.text.library import SPACE
 from trivium.text.tokenizer import LibraryTokenizer
@@ -60,9 +61,7 @@ class Model:
 def read_model(path: Path) -> Model:
     """The SentencePiece model in a file; a DataError if it is damaged or of a kind that the library cannot express."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise DataError(f"{path} is larger than any SentencePiece model; name another file")
-        return _model(path.read_bytes())
+        return _model(read_inside(path.parent, path.name, _LARGEST))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; name a SentencePiece .model") from None
     except (ValueError, struct.error, OverflowError):

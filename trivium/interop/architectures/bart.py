@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trivium.interop.architectures.architecture import Architecture, first_block, like
-from trivium.interop.fields import ACTIVATIONS, Fields, spelling
+from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Row, Rule, Rules, attention, same
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
@@ -22,6 +22,7 @@ from trivium.parts.residual import Post
 
 _OFFSET = 2  # rows before the first position that no text reaches
 _BIAS = "final_logits_bias"
+_LONGEST = 16_384  # positions of a sinusoid: a table has a row for each, and no tensor of a file says how many
 _NORM = LayerNorm(eps=1e-5)
 # How texts are written by default, and what acts in training alone or repeats another setting.
 _UNREAD = (
@@ -56,8 +57,9 @@ def _read_both(
 
 
 def _side(fields: Fields, side: str, position: Position, rate: float) -> Stack:
+    spelt = "num_attention_heads" if side == "encoder" else ""
     heads = MultiHead(
-        heads=fields.integer(f"{side}_attention_heads", 16),
+        heads=fields.integer(f"{side}_attention_heads", 16, also=spelt, most=HEADS),
         bias="all",
         dropout=fields.number("attention_dropout", 0.0, most=1),
     )
@@ -159,6 +161,7 @@ def _read_marian(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.only("static_position_embeddings", True)
     vocab = fields.integer("vocab_size", 58_101)
     fields.only("decoder_vocab_size", vocab)
+    fields.integer("max_position_embeddings", 1024, most=_LONGEST)
     one, tied = fields.flag("share_encoder_decoder_embeddings", True), fields.flag("tie_word_embeddings", True)
     if (one, tied) not in _TIES:
         reason = "with share_encoder_decoder_embeddings trivium does not have that; use another checkpoint"

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from trivium.interop.architectures.architecture import Architecture, first_block, like, tie
-from trivium.interop.fields import ACTIVATIONS, Fields, spelling
+from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Rules, attention, same
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
@@ -108,7 +108,7 @@ def usual(fields: Fields, *, vocab: int, position: Position, offset: int, segmen
     fields.only("pruned_heads", {})
     fields.only("position_embedding_type", "absolute")
     heads = MultiHead(
-        heads=fields.integer("num_attention_heads", 12),
+        heads=fields.integer("num_attention_heads", 12, most=HEADS),
         bias="all",
         dropout=fields.number("attention_probs_dropout_prob", 0.1, most=1),
     )
@@ -290,7 +290,7 @@ def _read_distilbert(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.only("pruned_heads", {})
     activation = fields.choice("activation", "gelu", ACTIVATIONS)
     heads = MultiHead(
-        heads=fields.integer("n_heads", 12, also="num_attention_heads"),
+        heads=fields.integer("n_heads", 12, also="num_attention_heads", most=HEADS),
         bias="all",
         dropout=fields.number("attention_dropout", 0.1, most=1),
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from trivium.interop.architectures.architecture import Architecture, first_block, like, tie
-from trivium.interop.fields import Fields
+from trivium.interop.fields import HEADS, Fields
 from trivium.interop.names import ByHead, Rule, Rules, same
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
@@ -27,7 +27,7 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
     width = fields.integer("n_embed", 64, also="hidden_size")
     block = Block(
         attention=MultiHead(
-            heads=fields.integer("n_head", 8, also="num_attention_heads"),
+            heads=fields.integer("n_head", 8, also="num_attention_heads", most=HEADS),
             bias="all",
             dropout=fields.number("attention_dropout", 0.0, most=1),
         ),

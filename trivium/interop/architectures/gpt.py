@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from trivium.interop.architectures.architecture import Architecture, first_block, like, tie
-from trivium.interop.fields import ACTIVATIONS, Fields, spelling
+from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Columns, Rule, Rules, Turned, same
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
@@ -47,7 +47,7 @@ def _stack(fields: Fields, attention: MultiHead, feedforward: Mlp, residual: Pre
 
 def _heads(fields: Fields) -> MultiHead:
     return MultiHead(
-        heads=fields.integer("n_head", 12, also="num_attention_heads"),
+        heads=fields.integer("n_head", 12, also="num_attention_heads", most=HEADS),
         bias="all",
         dropout=fields.number("attn_pdrop", 0.1, most=1),
         scale="root" if fields.flag("scale_attn_weights", True) else "none",

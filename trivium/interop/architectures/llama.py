@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trivium.interop.architectures import rope
 from trivium.interop.architectures.architecture import Architecture, first_block, like, tie
-from trivium.interop.fields import ACTIVATIONS, Fields, spelling
+from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Rules, attention, same
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
@@ -49,7 +49,7 @@ class Line:
         eps = fields.number("rms_norm_eps", self.eps)
         if self.norm == "rms" and eps != QK_EPS:
             raise fields.refusal("rms_norm_eps", eps, f"the norm of queries and keys has {QK_EPS} in trivium")
-        if self.whole and width % fields.integer("num_attention_heads", 32):
+        if self.whole and width % fields.integer("num_attention_heads", 32, most=HEADS):
             raise fields.refusal("hidden_size", width, "it must be a multiple of num_attention_heads")
         if self.rope == "needed" and "rope_parameters" not in fields and "rope_scaling" not in fields:
             raise fields.refusal("rope_parameters", None, "it must be a table")
@@ -69,18 +69,18 @@ class Line:
             context=context,
             vocab=fields.integer("vocab_size", self.vocab),
             embedding=Tokens(tie=tie(fields, False)),
-            decoder=self._stack(fields, block, layers),
+            decoder=self._stack(fields, block, layers, context),
             init=Gpt(),
         )
 
     def _attention(self, fields: Fields) -> MultiHead:
-        heads = fields.integer("num_attention_heads", 32)
+        heads = fields.integer("num_attention_heads", 32, most=HEADS)
         biased = self.bias == "setting" and fields.flag("attention_bias", False)
         fields.skip("attention_bias")  # `transformers` does not read it either where it is no setting
         return MultiHead(
             heads=heads,
-            groups=fields.integer("num_key_value_heads", self.groups or heads, null=heads),
-            head=fields.integer("head_dim", self.head, least=0),
+            groups=fields.integer("num_key_value_heads", self.groups or heads, null=heads, most=HEADS),
+            head=fields.integer("head_dim", self.head, least=0, most=HEADS),
             bias="inputs" if self.bias == "inputs" else "all" if biased else "none",
             norm=self.norm,
             dropout=fields.number("attention_dropout", 0.0, most=1),
@@ -94,9 +94,9 @@ class Line:
         bias = self.mlp_bias and fields.flag("mlp_bias", False)
         return Glu(hidden=hidden, activation=activation, bias=bias)
 
-    def _stack(self, fields: Fields, block: Block, layers: int) -> Stack:
+    def _stack(self, fields: Fields, block: Block, layers: int, context: int) -> Stack:
         """All layers alike, or some with a window."""
-        windows = self._windows(fields, layers)
+        windows = self._windows(fields, layers, context)
         if len(set(windows)) == 1:
             return Stack(layers=layers, block=_narrowed(block, windows[0]))
         return Stack(
@@ -106,14 +106,16 @@ class Line:
             variants={"window": _narrowed(block, max(windows))},
         )
 
-    def _windows(self, fields: Fields, layers: int) -> list[int]:
+    def _windows(self, fields: Fields, layers: int, context: int) -> list[int]:
         kinds = fields.words("layer_types")
         if self.window == "all":
             fields.only("layer_types", ["sliding_attention"] * layers)
             return [fields.integer("sliding_window", 4096, null=0, least=0)] * layers
         if self.window == "none":
             fields.only("layer_types", ["full_attention"] * layers)
-            fields.only("sliding_window")
+            # `transformers` has no mask for it, but a cache that forgets what lies before it: two models in one
+            if fields.integer("sliding_window", context, least=0) < context:
+                fields.only("sliding_window")
             return [0] * layers
         window = fields.integer("sliding_window", 4096, null=0, least=0)
         first = fields.integer("max_window_layers", 28, least=0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from trivium.interop.architectures import rope
 from trivium.interop.architectures.architecture import Architecture, like, tie
-from trivium.interop.fields import ACTIVATIONS, Fields, spelling
+from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import ByHead, Rule, Rules, same
 from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, Stack
@@ -26,7 +26,7 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.skip("classifier_dropout")
     parts: dict[str, Any] = {
         "attention": MultiHead(
-            heads=fields.integer("num_attention_heads", 64),
+            heads=fields.integer("num_attention_heads", 64, most=HEADS),
             bias="all" if fields.flag("attention_bias", True) else "none",
             dropout=fields.number("attention_dropout", 0.0, most=1),
         ),

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from trivium.interop.architectures.architecture import Architecture, first_block, like, tie
-from trivium.interop.fields import ACTIVATIONS, Fields, spelling
+from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Rules, attention, same
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
@@ -32,7 +32,7 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
     bias = fields.flag("enable_bias", True)
     block = Block(
         attention=MultiHead(
-            heads=fields.integer("num_attention_heads", 12),
+            heads=fields.integer("num_attention_heads", 12, most=HEADS),
             bias="all" if bias else "none",
             dropout=fields.number("attention_dropout", 0.0, most=1),
         ),

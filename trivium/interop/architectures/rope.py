@@ -53,12 +53,14 @@ def _scaling(table: Fields, kind: str, context: int) -> Scaling:
     table.only("truncate", True)
     table.only("mscale")
     table.only("mscale_all_dim")
+    table.skip("attention_factor")
+    strength = "attention_factor" in table  # of 0 it would leave nothing of the scores, while our 0 means a rule
     return Yarn(
         factor=factor,
         original=original,
         fast=table.number("beta_fast", 32.0),
         slow=table.number("beta_slow", 1.0),
-        attention=table.number("attention_factor", 0.0),
+        attention=table.number("attention_factor", 1.0, least=1e-6) if strength else 0.0,
     )
 
 

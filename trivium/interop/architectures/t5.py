@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trivium.interop.architectures.architecture import Architecture, first_block, like
-from trivium.interop.fields import ACTIVATIONS, Fields, spelling
+from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Rules, attention, same
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
@@ -19,6 +19,8 @@ from trivium.parts.norms import RMSNorm
 from trivium.parts.output import Softmax
 from trivium.parts.positions import Buckets
 from trivium.parts.residual import Pre
+
+_FARTHEST = 100_000  # tokens: a table has a row for each, and no tensor of a file says how many
 
 
 class _Feed(NamedTuple):
@@ -35,8 +37,8 @@ _HEAD = "lm_head.weight"
 
 
 def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
-    fields.skip("decoder_start_token_id", "dense_act_fn", "is_gated_act", "initializer_factor", "classifier_dropout")
-    fields.skip("output_past", "num_hidden_layers")
+    fields.skip("decoder_start_token_id", "initializer_factor", "classifier_dropout", "output_past")
+    fields.skip("num_hidden_layers")  # another spelling of num_layers, which the tensors prove
     fields.only("is_decoder", False)
     # What is written as "not tied" means "not scaled" in newer files, where a name of its own says so too; the output
     # has a matrix of its own exactly where one is stored, except that v1.0 may have stored the shared one again.
@@ -61,12 +63,15 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
 
 def _block(fields: Fields, rate: float) -> Block:
     heads = MultiHead(
-        heads=fields.integer("num_heads", 8, also="num_attention_heads"),
-        head=fields.integer("d_kv", 64, also="head_dim"),
+        heads=fields.integer("num_heads", 8, also="num_attention_heads", most=HEADS),
+        head=fields.integer("d_kv", 64, also="head_dim", most=HEADS),
         scale="none",
         dropout=rate,
     )
     feed, hidden = fields.choice("feed_forward_proj", "relu", _FEEDS), fields.integer("d_ff", 2048)
+    # what the published code makes of that name, and what it computes with where a file says it too
+    fields.only("dense_act_fn", *(name for name, act in ACTIVATIONS.items() if act == feed.activation))
+    fields.only("is_gated_act", feed.gated)
     if feed.gated:
         feedforward: Mlp | Glu = Glu(hidden=hidden, activation=feed.activation, dropout=rate)
     else:
@@ -78,7 +83,7 @@ def _block(fields: Fields, rate: float) -> Block:
         residual=Pre(),
         position=Buckets(
             buckets=fields.integer("relative_attention_num_buckets", 32),
-            distance=fields.integer("relative_attention_max_distance", 128),
+            distance=fields.integer("relative_attention_max_distance", 128, most=_FARTHEST),
         ),
         dropout=rate,
     )

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -141,20 +142,25 @@ class BucketPositions(Computed):
         self.settle()
 
     def compute(self, device: torch.device) -> Tensor:
-        """The bucket of every distance that has one of its own: a lookup gives the same on every device."""
+        """The bucket of every distance up to the last one: a lookup gives the same on every device."""
         far = self.options.distance
-        return torch.tensor([self._bucket(ahead) for ahead in range(-far, far + 1)], device=device)
-
-    def _bucket(self, ahead: int) -> int:
-        """The bucket of a key so many tokens ahead of its query."""
+        if device.type == "meta":
+            return torch.empty(2 * far + 1, dtype=torch.int64, device=device)
         buckets = self.options.buckets // (1 if self.causal else 2)
-        start = 0 if self.causal or ahead <= 0 else buckets
-        away = max(-ahead, 0) if self.causal else abs(ahead)
+        # where each bucket begins: a stranger's file may ask for more distances than can be counted one by one
+        begins = [bisect_left(range(far), bucket, key=self._bucket) for bucket in range(1, buckets)]
+        past = torch.bucketize(torch.arange(far + 1), torch.tensor(begins, dtype=torch.int64), right=True)
+        future = torch.zeros_like(past) if self.causal else past + buckets
+        return torch.cat((past.flip(0), future[1:])).to(device)
+
+    def _bucket(self, away: int) -> int:
+        """The bucket among those of its direction of a key so many tokens away."""
+        buckets = self.options.buckets // (1 if self.causal else 2)
         exact = buckets // 2
         if away < exact:
-            return start + away
+            return away
         spread = math.log(away / exact) / math.log(self.options.distance / exact) * (buckets - exact)
-        return start + min(exact + int(spread), buckets - 1)
+        return min(exact + int(spread), buckets - 1)
 
     def prepare(self, at_BT: Tensor, keys_at_BS: Tensor) -> Tensor:
         far = self.options.distance

@@ -1,0 +1,97 @@
+"""`trivium show` and `eval` of models that came from elsewhere, and how progress is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Call, refused
+from tests.evaluation import corpora
+from tests.generation import tiny
+from trivium import api
+from trivium.cli.render import PlainWatcher
+from trivium.evaluation import results
+
+MODULE = tiny.model("llama-mini", tiny.BYTES, spread=0.5)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One LLaMA as a Hugging Face folder, a GGUF file and an import, and a corpus."""
+    model = api.Model(MODULE, tiny.BYTES, {"step": 9, "chat_template": "x\n" * 99})
+    model.save(tmp_path / "own")
+    model.export("hf", tmp_path / "hf", say=lambda text: None)
+    model.export("gguf", tmp_path / "model.gguf", say=lambda text: None)
+    corpora.lay(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "told"), [("hf", "hf"), ("model.gguf", "gguf"), ("brought", "hf")])
+def test_a_published_model_shows_what_is_known_of_it(invoke: Call, home: Path, name: str, told: str) -> None:
+    if name == "brought":
+        assert invoke("import", "hf", "brought").code == 0
+    outcome = invoke("show", name)
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in outcome.out.splitlines())
+    assert (lines["model"], lines["family"], lines["format"]) == (name, "decoder", told)
+    assert lines["parameters"] == f"{MODULE.config.parameters():,}"
+    assert not {"run", "state", "steps", "report"} & lines.keys()
+    facts = json.loads(invoke("show", name, "--json").out)
+    assert facts["parameters"] == sum(weight.numel() for weight in MODULE.parameters())
+    assert facts["notes"] == json.loads(json.dumps(api.load(home / name, device="cpu").notes))
+
+
+def test_a_long_note_is_only_begun(invoke: Call, home: Path) -> None:
+    outcome = invoke("show", "own")
+    assert "step             9\n" in outcome.out
+    assert "chat template    x x x" in outcome.out
+    assert max(map(len, outcome.out.splitlines())) < 120
+
+
+def test_what_is_no_model_is_refused(invoke: Call, home: Path) -> None:
+    refused(invoke("show", "nowhere"), "nowhere")
+    (home / "empty").mkdir()
+    refused(invoke("show", "empty"), "neither a model nor a run")
+
+
+def test_the_results_of_a_file_lie_beside_it_under_its_name(invoke: Call, home: Path) -> None:
+    outcome = invoke("eval", "model.gguf", "ptb", "--data-dir", "data", "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    assert "written to results/model.gguf/ptb-valid.json" in outcome.err
+    (found,) = results.results(home / "model.gguf")
+    assert found["metric"] in found["scores"]
+    own = invoke("eval", "own", "ptb", "--data-dir", "data", "--device", "cpu", "--json")
+    assert json.loads(own.out)["scores"] == pytest.approx(found["scores"], rel=1e-5)
+    assert results.results(home) == []  # those of the folder itself
+    assert "ptb valid" in invoke("show", "model.gguf").out
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    invoke: Call, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "results").write_text("a file is in the way")
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "load", lambda *given, **options: pytest.fail("the model was loaded"))
+        refused(invoke("eval", "model.gguf", "ptb", "--data-dir", "data"), "results/model.gguf", "cannot be written")
+        patch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # permissions do not bind everybody
+        refused(invoke("eval", "own", "ptb", "--data-dir", "data"), "own/results", "cannot be written")
+
+
+@pytest.mark.parametrize(("of", "last"), [(48, "quantise: 100 %"), (5_000_000, "quantise: 100 % of 5.0 MB")])
+def test_megabytes_are_said_only_of_bytes(of: int, last: str) -> None:
+    file, clock = io.StringIO(), iter(range(0, 1000, 10))
+    watch = PlainWatcher(file, clock=lambda: float(next(clock)))
+    for at in (of // 2, of):
+        watch.tick("quantise", at, of)
+    assert file.getvalue().splitlines()[-1] == last
+
+
+@pytest.mark.parametrize("verb", ["generate", "show", "eval", "chat", "export", "embed"])
+def test_help_says_what_a_model_may_be(invoke: Call, verb: str) -> None:
+    shown = " ".join(invoke(verb, "--help").out.replace("│", " ").split())
+    assert "A run, a saved model, a Hugging Face folder or a .gguf file." in shown

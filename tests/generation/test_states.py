@@ -1,0 +1,67 @@
+"""Logits for ids as they are: what stands beside the ids is checked at the door."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.generation import tiny
+from tests.oracle.copying import enliven
+from trivium.errors import RequestError
+from trivium.generation.states import logits_of
+from trivium.models.transformer import build
+from trivium.parts.embeddings import Tokens
+
+BERT = build(replace(tiny.shrunk("bert-mini", tiny.MASKED.size), embedding=Tokens(segments=2))).eval()
+enliven(BERT, seed=1, spread=0.5)
+T5 = tiny.model("t5-mini", tiny.DENOISING, spread=0.5)
+GPT = tiny.model("gpt-mini", tiny.BYTES)
+IDS = torch.tensor([[5, 9, 71, 3, 0, 0], [7, 8, 9, 10, 11, 12]])
+REAL = [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    "padding", [REAL, torch.tensor(REAL), torch.tensor(REAL).bool(), torch.tensor(REAL, dtype=torch.float32)]
+)
+def test_padding_may_be_truth_or_zeros_and_ones(padding: Any) -> None:
+    """The oracle is each row alone, without its padding."""
+    found = logits_of(BERT, IDS, None, segments=None, padding=padding)
+    alone = logits_of(BERT, IDS[0, :4], None, segments=None, padding=None)
+    torch.testing.assert_close(found[0, :4], alone, atol=1e-5, rtol=1e-5)
+    source = logits_of(T5, IDS, [[1, 2], [3, 4]], segments=None, padding=padding)
+    torch.testing.assert_close(
+        source[0], logits_of(T5, IDS[0, :4], [1, 2], segments=None, padding=None), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_segments_are_read_and_zero_where_none_are_given() -> None:
+    zero = logits_of(BERT, IDS, None, segments=torch.zeros_like(IDS), padding=None)
+    assert torch.equal(zero, logits_of(BERT, IDS, None, segments=None, padding=None))
+    assert not torch.equal(zero, logits_of(BERT, IDS, None, segments=REAL, padding=None))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"padding": [[1, 1, 2]]}, r"padding: give 1 \(or True\) at the real ids and 0 at the padding"),
+        ({"padding": [[1, 1, -1]]}, "padding: give 1"),
+        ({"padding": [[0.5, 1, 1]]}, "padding: give 1"),
+        ({"padding": [[float("nan"), 1, 1]]}, "padding: give 1"),
+        ({"padding": [[1, 1]]}, r"padding: its shape must be that of the ids, \[1, 3\]"),
+        ({"padding": [[1, 1, 1], [1]]}, "padding: its rows are not equally long"),
+        ({"segments": [[0, 1, 2]]}, "segments: give numbers from 0 to 1"),
+        ({"segments": [[0, -1, 0]]}, "segments: give numbers from 0 to 1"),
+        ({"segments": [0, 1, 0]}, r"segments: its shape must be that of the ids, \[1, 3\]"),
+    ],
+)
+def test_other_numbers_are_refused_in_a_sentence(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        logits_of(BERT, [[1, 2, 3]], None, **{"segments": None, "padding": None, **given})
+
+
+def test_a_model_without_segments_says_so() -> None:
+    with pytest.raises(RequestError, match="has no segments"):
+        logits_of(GPT, [[1, 2, 3]], None, segments=[[0, 1, 5]], padding=None)
