@@ -335,9 +335,9 @@ class Model:
     def export(
         self, kind: Literal["hf", "gguf", "onnx"], path: str | Path, *, bits: int = 32, say: Say | None = None
     ) -> Path:
-        """Write the model for other programs, read it back and compare its logits; it appears only if they are equal.
+        """Write the model for other programs and read it back; it appears only if that is the same model.
 
-        hf is a folder for `transformers`, gguf a file (`bits` 32, 16 or 8), onnx a folder for ONNX Runtime. The
+        The logits are compared, and of a GGUF with fewer bits every weight, within its rounding. hf is a folder for `transformers`, gguf a file (`bits` 32, 16 or 8), onnx a folder for ONNX Runtime. The
         largest difference is told through `say`, which prints it if it is not given.
         """
         told, where = say or _printed, Path(path)

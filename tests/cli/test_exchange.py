@@ -81,6 +81,9 @@ def test_a_folder_without_tokenizer_files_gives_logits_and_says_what_is_missing(
     assert m.logits([[1, 2]]).shape == (1, 2, m.config.vocab)
     with pytest.raises(RequestError, match=r"tokenizer\.json"):
         m.generate("a")
+    with pytest.raises(RequestError, match=r"tokenizer\.json"):
+        m.save(home / "saved")
+    assert not (home / "saved").exists()
     refused(invoke("generate", "hf", "a"), "tokenizer.json")
 
 

@@ -54,7 +54,7 @@ def save(
 
     The weights of a quantised model are written as they are, its embeddings as 8-bit levels.
     """
-    bits = _bits(tensors)
+    bits, digest = _bits(tensors), tokenizer.digest  # a model without a tokenizer is refused before a file is made
     if bits:
         tensors = stored(config, tensors)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def save(
         **({"bits": bits} if bits else {}),
         "config": settings.dump(config),
         "weights": sha256(folder / WEIGHTS),
-        "tokenizer": tokenizer.digest,
+        "tokenizer": digest,
         "notes": dict(notes),
     }
     write_atomic(folder / CARD, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
