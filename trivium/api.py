@@ -337,8 +337,9 @@ class Model:
     ) -> Path:
         """Write the model for other programs and read it back; it appears only if that is the same model.
 
-        The logits are compared, and of a GGUF with fewer bits every weight, within its rounding. hf is a folder for `transformers`, gguf a file (`bits` 32, 16 or 8), onnx a folder for ONNX Runtime. The
-        largest difference is told through `say`, which prints it if it is not given.
+        The logits are compared, and of a GGUF with fewer bits every weight, within its rounding; the largest difference
+        is told through `say`, which prints it if it is not given. hf is a folder for `transformers`, gguf a file
+        (`bits` 32, 16 or 8), onnx a folder for ONNX Runtime.
         """
         told, where = say or _printed, Path(path)
         tokenizer = None if isinstance(self.tokenizer, MissingTokenizer) else self.tokenizer
