@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import resource
@@ -164,7 +165,7 @@ def test_no_size_of_a_configuration_takes_long_or_much(name: str, folders: dict[
 
 def _deep() -> Any:
     result: Any = []
-    for _ in range(500):
+    for _ in range(150):  # three of them inside each other are still less than the walk below can take
         result = [result]
     return result
 
@@ -197,7 +198,7 @@ def spoilt(raw: bytes, draw: random.Random) -> bytes:
                 other, at = draw.choice(places)
                 inside[key] = json.loads(json.dumps(other[at]))
             case _:
-                inside[key] = draw.choice(VALUES)
+                inside[key] = copy.deepcopy(draw.choice(VALUES))  # else one could come to lie inside itself
     return json.dumps(table).encode()
 
 

@@ -17,7 +17,7 @@ from trivium.errors import CheckpointError, ConfigError, DataError
 from trivium.interop.foreign import Foreign, Say, Tick
 from trivium.interop.gguf import Pairs
 from trivium.models.presets.llama import Shape, llama
-from trivium.models.transformer import build, empty, weights
+from trivium.models.transformer import Lay, build, empty, weights
 from trivium.parts.site import MOST
 from trivium.text.adopt import Frame, Roles
 from trivium.text.library import SPACE
@@ -28,6 +28,7 @@ _MAGIC = 0x616B3432  # "ak42"
 _SIZES = "<7i"  # width, hidden, layers, heads, groups, vocabulary, context
 _HEADER = 256  # bytes of version 1 before the numbers
 _LONGEST = 1024  # bytes of a piece: pairs that make a longer one would take too long to find
+_CHUNK = 1 << 18  # numbers that are read at a time
 _BEGIN = "<s>"
 
 # In the order of the older format; a star is the layer, and all layers of one tensor lie together.
@@ -45,16 +46,16 @@ class _Header(NamedTuple):
     start: int  # where they begin
 
 
-def open_llama2c(path: Path, *, say: Say, tick: Tick) -> Foreign:
+def open_llama2c(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None) -> Foreign:
     """The model in a llama2.c file, and the tokenizer of `tokNNN.bin` (NNN ids) or `tokenizer.bin` beside it."""
     try:
         with path.open("rb") as file:
-            return _open(path, file, say, tick)
+            return _open(path, file, tick, lay)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _open(path: Path, file: BufferedReader, say: Say, tick: Tick) -> Foreign:
+def _open(path: Path, file: BufferedReader, tick: Tick, lay: Lay) -> Foreign:
     header = _header(path, file.read(_HEADER))
     shape = header.shape
     held = header.start + 4 * sum(_numbers(name, shape) for name in header.order)
@@ -71,6 +72,7 @@ def _open(path: Path, file: BufferedReader, say: Say, tick: Tick) -> Foreign:
     names = list(_each(header.order, shape.layers))
     assert {name for name in names if name} == own.keys()
     module = empty(config)
+    lay(module)  # before it is filled: nothing is held twice
     own = weights(module)
     file.seek(header.start)
     for done, name in enumerate(names):
@@ -140,12 +142,14 @@ def _form(name: str, shape: Shape) -> Pairs | None:
 
 
 def _read(path: Path, file: BufferedReader, target: Tensor, form: Pairs | None) -> None:
-    stored = target if form is None else torch.empty_like(target)
-    view = stored.numpy().reshape(-1).view(np.uint8).data
-    if file.readinto(view) != len(view):
-        raise CheckpointError(f"{path} became shorter while it was read; fetch it again")
-    if form is not None:
-        target.copy_(form.read(stored)[0])
+    """Fill a tensor, whatever its layout and its device, some whole rows at a time; one with a form as a whole."""
+    step = len(target) if form is not None else max(1, _CHUNK * len(target) // max(1, target.numel()))
+    for part in torch.split(target, step):
+        stored = torch.empty(part.shape)
+        view = stored.numpy().reshape(-1).view(np.uint8).data
+        if file.readinto(view) != len(view):
+            raise CheckpointError(f"{path} became shorter while it was read; fetch it again")
+        part.copy_(stored if form is None else form.read(stored)[0])
 
 
 def _tokenizer(path: Path, size: int) -> Tokenizer | None:

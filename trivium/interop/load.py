@@ -20,12 +20,10 @@ def open_foreign(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: 
         raise CheckpointError(f"{path} holds no model: there is neither a model.json nor a {CONFIG}")
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; name a folder or a file")
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return open_gguf(path, say=say, tick=tick, lay=lay)
     if path.suffix == ".bin":
-        found = open_llama2c(path, say=say, tick=tick)
-        lay(found.module)
-        return found
+        return open_llama2c(path, say=say, tick=tick, lay=lay)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} holds tensors without their settings; name the folder with its {CONFIG}")
     raise CheckpointError(f"{path} is no model that trivium reads; name a folder, a .gguf file or a llama2.c .bin file")

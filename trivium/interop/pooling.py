@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from trivium.errors import CheckpointError
 from trivium.files import read_inside
 
 MODULES, SENTENCES = "modules.json", "sentence_bert_config.json"
+_NAME = re.compile(r"[\w.-]{1,80}")
 _LONGEST = 1 << 20  # bytes: a list of a few modules
 _MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
@@ -59,7 +61,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 def _beside(folder: Path, place: str) -> str:
     """The folder of a module, which must be one beside modules.json."""
-    if "/" in place or "\\" in place or place in ("", ".", ".."):
+    if not _NAME.fullmatch(place) or place in (".", ".."):
         raise CheckpointError(f"{folder / MODULES} names the folder {place[:80]!r}, which is not one beside it")
     return place
 

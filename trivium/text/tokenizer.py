@@ -20,9 +20,11 @@ from trivium.files import write_atomic
 from trivium.text import adopt
 from trivium.text.adopt import Card, Frame
 from trivium.text.charsmap import Charsmap
-from trivium.text.library import END, UNKNOWN, kind_of, parse, specials_of, with_specials
+from trivium.text.library import END, UNKNOWN, guarded, kind_of, parse, specials_of, with_specials
 from trivium.text.pieces import Joint, Pieces
 from trivium.text.reading import pieces_of, reading_of
+
+_STRANGE = "\U0010fffd"
 
 
 class Tokenizer(Protocol):
@@ -128,7 +130,9 @@ class LibraryTokenizer:
             self._kind, self._reading = adopt.kind_of_model(inner), adopt.reading(inner)
             self._names = adopt.names(inner, card)
             self._charsmap = Charsmap.read(card.charsmap) if card.charsmap else None
-        forged = {id for ids in self.encode_many(list(self._specials)) for id in ids}
+        # with a character that no vocabulary has: an unknown token that is itself unknown shows only here
+        probed = guarded(lambda: self.encode_many([*self._specials, f"a {_STRANGE}"]))
+        forged = {id for ids in probed for id in ids}
         if not forged.isdisjoint(self._specials.values()):
             raise DataError("it takes the spelling of a special token in a text for the token itself")
 
