@@ -339,7 +339,7 @@ class Model:
 
         The logits are compared, and of a GGUF with fewer bits every weight, within its rounding; the largest difference
         is told through `say`, which prints it if it is not given. hf is a folder for `transformers`, gguf a file
-        (`bits` 32, 16 or 8), onnx a folder for ONNX Runtime.
+        (`bits` 32, 16 or 8; in a folder it is model.gguf), onnx a folder for ONNX Runtime. Gives where it is.
         """
         told, where = say or _printed, Path(path)
         tokenizer = None if isinstance(self.tokenizer, MissingTokenizer) else self.tokenizer
@@ -350,6 +350,7 @@ class Model:
             ids = self.notes.get("ids")
             export_folder(self.module, tokenizer, where, say=told, chat=template, ids=ids, labels=self.labels)
         elif kind == "gguf":
+            where = where if where.suffix == ".gguf" else where / "model.gguf"
             export_gguf(self.module, tokenizer, where, say=told, bits=_gguf_bits(bits), template=template)
         elif kind == "onnx":
             export_onnx(self.module, tokenizer, where, say=told)

@@ -51,6 +51,16 @@ def test_an_import_is_the_same_model(invoke: Call, home: Path) -> None:
     assert torch.equal(own, brought)
 
 
+def test_names_left_out_have_places_of_their_own(invoke: Call, home: Path) -> None:
+    outcome = invoke("import", "hf")
+    assert outcome.code == 0, outcome.err
+    assert (home / "models" / "hf" / "model.json").is_file()
+    outcome = invoke("export", "own", "gguf", "out")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.strip() == "out/model.gguf"
+    assert (home / "out" / "model.gguf").is_file()
+
+
 def test_an_export_says_how_near_it_came_and_where_it_is(invoke: Call, home: Path) -> None:
     outcome = invoke("export", "own", "gguf", "model.gguf", "--bits", 16)
     assert outcome.code == 0, outcome.err

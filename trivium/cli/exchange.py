@@ -18,7 +18,9 @@ _COMPARED = 200_000  # characters on which bits per byte are compared
 
 def bring(
     source: Annotated[Path, typer.Argument(help="A Hugging Face folder, a .gguf file or a llama2.c .bin file.")],
-    out: Annotated[Path, typer.Argument(help="The folder to save it in, in trivium's own form.")],
+    out: Annotated[
+        Path | None, typer.Argument(help="The folder to save it in, in trivium's own form; models/NAME if left out.")
+    ] = None,
     bits: Annotated[int, typer.Option(help="Quantise the weights to 8 or 4 bits; 0 keeps them.")] = 0,
 ) -> None:
     """Take over a published checkpoint: model.safetensors, model.json and tokenizer.json in one folder.
@@ -29,6 +31,7 @@ def bring(
     from trivium import api
     from trivium.text.missing import MissingTokenizer
 
+    out = out or Path("models") / source.resolve().stem
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise RequestError(f"{out} already exists; name another folder")
     with watcher() as watch:
@@ -65,8 +68,8 @@ def export(
         if kind == "trivium":
             _smaller(m, model, out, bits, text)
             return
-        m.export(_kind(kind), out, bits=bits or 32, say=watch.say)
-    typer.echo(str(out))
+        where = m.export(_kind(kind), out, bits=bits or 32, say=watch.say)
+    typer.echo(str(where))
 
 
 def _kind(kind: str) -> Any:
