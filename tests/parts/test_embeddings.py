@@ -120,3 +120,34 @@ def test_an_omitted_word_is_missing_wherever_it_stands_and_only_in_training() ->
     assert torch.equal(part.eval().enter(ids), torch.ones(2, 4000, 4))
     with pytest.raises(ConfigError, match="omit"):
         Tokens(omit=1.0)
+
+
+def test_a_swapped_place_reads_another_word_of_the_batch_and_only_in_training() -> None:
+    part = Tokens(swap=0.3).build(Site(width=1, context=8, vocab=3))
+    with torch.no_grad():
+        part.weight.copy_(torch.tensor([[0.0], [1.0], [2.0]]))
+    ids = torch.tensor([1, 1, 1, 2]).repeat(20, 1000)
+    torch.manual_seed(0)
+    read = part.enter(ids)[..., 0]
+    # drawn from the batch's own words: id 0 is not among them, and the shares of the others stay (80,000 coins)
+    assert not (read == 0).any()
+    assert abs((read == 2).float().mean().item() - 0.25) < 0.01
+    # of the swapped places 3 in 8 read the other word: 0.3 * 2 * 0.75 * 0.25
+    assert abs((read != ids).float().mean().item() - 0.1125) < 0.01
+    assert torch.equal(part.eval().enter(ids)[..., 0], ids.float())
+    with pytest.raises(ConfigError, match="swap"):
+        Tokens(swap=-0.1)
+
+
+def test_a_locked_feature_is_missing_in_the_whole_row_and_only_in_training() -> None:
+    part = Tokens(lock=0.5).build(Site(width=2000, context=8, vocab=9))
+    x = torch.ones(2, 7, 2000)
+    torch.manual_seed(0)
+    first, second = part.leave(x)
+    assert torch.equal(first, first[:1].expand_as(first))
+    assert set(first.unique().tolist()) == {0.0, 2.0}
+    assert abs((first[0] == 0).float().mean().item() - 0.5) < 0.06  # 2,000 coins: five standard deviations
+    assert not torch.equal(first, second)  # each row its own
+    assert torch.equal(part.eval().leave(x), x)
+    with pytest.raises(ConfigError, match="lock"):
+        Tokens(lock=1.0)

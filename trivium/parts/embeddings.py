@@ -42,11 +42,14 @@ class Tokens:
     norm: Norm | NoPart = place({"none": NoPart, **NORMS}, NoPart())
     dropout: float = 0.0
     omit: float = 0.0  # share of all ids whose vectors a training step reads as zeros (Gal and Ghahramani, AWD-LSTM)
+    swap: float = 0.0  # share of the places that read another id of the same batch (unigram noise, Xie et al. 2017)
+    lock: float = 0.0  # share of the features that a row loses in all of its places (variational dropout, AWD-LSTM)
 
     def __post_init__(self) -> None:
         at_least("segments", self.segments, 0, MOST)
         fraction("dropout", self.dropout)
-        fraction("omit", self.omit)
+        for name in ("omit", "swap", "lock"):
+            fraction(name, getattr(self, name))
 
     def build(self, site: Site) -> TokenEmbedding:
         return TokenEmbedding(self, site)
@@ -69,10 +72,12 @@ class TokenEmbedding(nn.Module):
         self.segments = nn.Parameter(torch.empty(options.segments, site.width)) if options.segments else None
         self.norm = None if isinstance(options.norm, NoPart) else options.norm.build(site)
         self.scale = math.sqrt(site.width) if options.scale == "root" else 1.0
-        self.dropout, self.omit = options.dropout, options.omit
+        self.dropout, self.omit, self.swap, self.lock = options.dropout, options.omit, options.swap, options.lock
 
     def enter(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """The vectors of these ids, before positions; without `segments` all tokens are of segment 0."""
+        if self.training and self.swap:
+            tokens_BT = _swapped(tokens_BT, self.swap)
         x_BTD = F.embedding(tokens_BT, self.weight)
         if self.training and self.omit:  # drawn per id, not per place: an omitted word is missing wherever it stands
             kept_V1 = dropout(x_BTD.new_ones(len(self.weight), 1), self.omit, True)
@@ -88,4 +93,13 @@ class TokenEmbedding(nn.Module):
     def leave(self, x_BTD: Tensor) -> Tensor:
         """What the first block reads: after positions were added."""
         x_BTD = x_BTD if self.norm is None else cast(Tensor, self.norm(x_BTD))
+        if self.training and self.lock:
+            x_BTD = x_BTD * dropout(x_BTD.new_ones(len(x_BTD), 1, x_BTD.shape[2]), self.lock, True)
         return dropout(x_BTD, self.dropout, self.training)
+
+
+def _swapped(tokens_BT: Tensor, share: float) -> Tensor:
+    """The ids, a share of them drawn anew from all of the batch: as frequent words as the text's own."""
+    drawn_BT = torch.randint(tokens_BT.numel(), tokens_BT.shape, device=tokens_BT.device)
+    chosen_BT = torch.rand(tokens_BT.shape, device=tokens_BT.device) < share
+    return torch.where(chosen_BT, tokens_BT.flatten()[drawn_BT], tokens_BT)
