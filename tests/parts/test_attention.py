@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trivium.errors import ConfigError
 from trivium.parts.attention import MultiHead, MultiHeadAttention
+from trivium.parts.linear import Linear, side_by_side
 from trivium.parts.masks import Mask, Resolved
 from trivium.parts.positions import Buckets, Positions, Rotary, Shaw
 from trivium.parts.site import Site
@@ -295,3 +296,18 @@ def test_a_gradient_through_an_empty_row_is_finite() -> None:
 def test_a_window_across_two_texts_is_refused() -> None:
     with pytest.raises(ConfigError, match="window: 4 has no meaning across two texts"):
         MultiHead(window=4).cost(Site(width=24, context=16, source=24))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_side_by_side_give_what_each_gives(bias: bool) -> None:
+    """The one product of training on a GPU, values and gradients."""
+    layers = [Linear(6, size, bias=bias, role="query").double() for size in (8, 4, 2)]
+    for parameter in (one for layer in layers for one in layer.parameters()):
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *(one for layer in layers for one in layer.parameters())]
+    upstream = torch.randn(2, 3, 14, dtype=torch.float64)
+    fast, plain = (torch.cat(list(parts), -1) for parts in (side_by_side(x, layers), [layer(x) for layer in layers]))
+    torch.testing.assert_close(fast, plain)
+    for one, two in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (fast, plain)), strict=True):
+        torch.testing.assert_close(one, two)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivium.parts.masks import Mask, Resolved
+from trivium.parts.masks import FLASH, Mask, Resolved
 
 CPU = torch.device("cpu")
 
@@ -117,3 +119,97 @@ def test_a_bias_is_added_where_a_key_may_be_seen() -> None:
     expected[..., 0, 1] = float("-inf")
     assert torch.equal(resolved.dense, expected)
     assert Mask().resolve(2, 2, torch.device("cpu"), bias).dense is bias
+
+
+def drawn(data: st.DataObject, rows: int, queries: int, keys: int) -> Mask:
+    """Any mask."""
+
+    def table(length: int, values: st.SearchStrategy[int]) -> torch.Tensor:
+        row = st.lists(values, min_size=length, max_size=length)
+        return torch.tensor(data.draw(st.lists(row, min_size=rows, max_size=rows)))
+
+    numbers, yes = st.integers(0, 3), st.integers(0, 1)
+    documents = table(keys, numbers) if data.draw(st.booleans()) else None
+    return Mask(
+        causal=data.draw(st.booleans()),
+        window=data.draw(st.sampled_from([0, 0, 1, 2, 4, 9])),
+        prefix=table(1, numbers)[:, 0] if data.draw(st.booleans()) else None,
+        padding=table(keys, yes).bool() if data.draw(st.booleans()) else None,
+        documents=documents,
+        asking=table(queries + 2, numbers) if documents is not None and data.draw(st.booleans()) else None,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_rule_of_a_pair_is_the_dense_mask(data: st.DataObject) -> None:
+    keys = data.draw(st.integers(1, 7))
+    queries = data.draw(st.integers(1, keys))
+    mask = drawn(data, 2, queries, keys)
+    row, query, key = torch.arange(2)[:, None, None], torch.arange(queries)[:, None], torch.arange(keys)
+    allowed = mask.rule(queries, keys)(row, torch.zeros_like(row), query, key)
+    dense = mask.dense(queries, keys, CPU)
+    assert torch.equal(allowed.expand(2, queries, keys), dense.expand(2, 1, queries, keys)[:, 0])
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.data())
+def test_blocks_leave_out_nothing_that_may_be_seen(data: st.DataObject) -> None:
+    """FlexAttention over the blocks (its slow reference on the CPU) gives what SDPA gives with the dense mask."""
+    from trivium.parts.kernels import flex
+
+    keys = data.draw(st.integers(100, 300))
+    queries = data.draw(st.integers(1, keys))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    numbers = torch.rand(2, keys, generator=generator).lt(0.02).long().cumsum(1)
+    mask = Mask(
+        causal=data.draw(st.booleans()),
+        window=data.draw(st.sampled_from([0, 40])),
+        documents=numbers,
+        prefix=torch.tensor([0, 30]) if data.draw(st.booleans()) else None,
+    )
+    query, key, value = (
+        torch.randn(2, heads, length, 16, generator=generator) for heads, length in ((4, queries), (2, keys), (2, keys))
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is slow
+        fast = flex.attend(query, key, value, mask.blocks(queries, keys, CPU), scale=0.3)
+    allowed = mask.dense(queries, keys, CPU)
+    plain = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_bias_and_padding_kept_apart_for_a_gpu_are_the_same_mask(data: st.DataObject) -> None:
+    keys = FLASH + data.draw(st.integers(0, 6))
+    queries = data.draw(st.integers(1, keys))
+    real = torch.rand(2, keys, generator=torch.Generator().manual_seed(keys)) < 0.7
+    mask = Mask(causal=data.draw(st.booleans()), padding=real if data.draw(st.booleans()) else None)
+    bias = torch.randn(1, 3, queries, keys, requires_grad=True)
+    apart = mask.resolve(queries, keys, torch.device("cuda"), bias, torch.bfloat16)
+    assert apart.dense is None
+    assert apart.bias is not None
+    assert apart.bias.dtype == torch.bfloat16
+    one = apart.together(queries, keys, CPU)
+    two = mask.resolve(queries, keys, CPU, bias.bfloat16())
+    assert one.dense is not None
+    assert two.dense is not None
+    assert not one.is_causal
+    assert torch.equal(one.dense, two.dense)
+
+
+def test_a_constant_bias_and_a_short_one_go_to_sdpa_on_a_gpu_too() -> None:
+    gpu = torch.device("cuda")
+    for keys, trained in ((FLASH - 1, True), (FLASH, False)):
+        bias = torch.randn(1, 2, 3, keys, requires_grad=trained)
+        assert Mask().resolve(3, keys, gpu, bias, torch.float32).dense is bias
+
+
+def test_a_gpu_gets_its_own_forms_only_in_training() -> None:
+    gpu, bias = torch.device("cuda"), torch.randn(1, 2, 3, 3)
+    with torch.no_grad():
+        assert Mask().resolve(3, 3, gpu, bias, torch.float32).dense is bias
+    assert Mask(causal=True).resolve(3, 3, gpu) == Resolved(None, True)
+    own = torch.randn(4, 2, 3, 3)  # packed rows have positions of their own
+    assert Mask().resolve(3, 3, gpu, own, torch.float32).dense is own

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trivium.models.block import Around
 from trivium.models.config import ModelConfig, Stack, inner, sharing
 from trivium.parts.cache import Cache, Shape
-from trivium.parts.masks import Mask, Resolved
+from trivium.parts.masks import AnyMask, Mask, Resolved
 from trivium.parts.positions import Positions
 
 
@@ -48,10 +49,10 @@ class PlainStack(nn.Module):
         self,
         x_BTD: Tensor,
         at: Tensor,
-        mask: Mask,
+        mask: AnyMask,
         cache: Cache | None = None,
         source: Tensor | None = None,
-        source_mask: Mask | None = None,
+        source_mask: AnyMask | None = None,
     ) -> Tensor:
         """The states after the last block and the final norm; `at` is the position of every token, [1 or B, T]."""
         start = 0 if cache is None else cache.length
@@ -66,9 +67,11 @@ class PlainStack(nn.Module):
             position = cast(Positions, self.positions[index])
             if (window, index) not in resolved:
                 bias = position.bias(prepared[index])
-                resolved[window, index] = mask.within(window).resolve(
-                    x_BTD.shape[1], start + x_BTD.shape[1], x_BTD.device, bias
-                )
+                sizes = x_BTD.shape[1], start + x_BTD.shape[1], x_BTD.device
+                found = mask.within(window).resolve(*sizes, bias, _working(x_BTD))
+                noisy = self.training and cast(float, getattr(block.attention, "dropout", 0.0)) > 0
+                found = found.together(*sizes) if noisy else found  # then by SDPA: once for all layers
+                resolved[window, index] = found
             layer_cache = None if cache is None else cache.layers[layer]
             here = Around(resolved[window, index], position, prepared[index], layer_cache, start, source, across)
             if self.recompute and self.training:
@@ -79,3 +82,9 @@ class PlainStack(nn.Module):
             cache.length += x_BTD.shape[1]
         result: Tensor = self.final(x_BTD)
         return result
+
+
+def _working(x: Tensor) -> torch.dtype:
+    """What queries will be computed in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

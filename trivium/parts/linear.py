@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.parts.kernels import fp8, onednn
+
 Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "transform", "pooler", "head"]
 
 # Layers that write into the residual stream: GPT-2 scales their init by depth.
 WRITERS: frozenset[Role] = frozenset({"attention-out", "down"})
+# Layers whose products may be narrow: most of the work, and their outputs are normed, added up or softmaxed soon.
+NARROW: frozenset[Role] = frozenset({"query", "key", "value", "attention-out", "up", "gate", "down", "head"})
 
 
 class Linear(nn.Linear):
@@ -21,28 +26,66 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.role: Role = role
         self.head = head  # the size of one head where the outputs are queries: T5 folds its scale into their init
+        self.narrow = False  # products in float8 while training
 
     def reset_parameters(self) -> None:
         """Nothing: `init` decides, once, for the whole model."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return product(input, self.weight, self.bias)
+        return product(input, self.weight, self.bias, narrow=self.narrow)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def narrowed(model: nn.Module, narrow: bool) -> None:
+    """Let a model train with products in float8, or not; those of sizes that the kernels lack stay as they are."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.role in NARROW:
+            module.narrow = narrow
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, narrow: bool = False) -> Tensor:
     """`F.linear`, except that the product with a single row, as in decoding, is shared by the threads of the CPU.
 
-    The library behind torch gives such a product to one thread, which reads memory at half the speed of two.
+    The library behind torch gives such a product to one thread, which reads memory at half the speed of two. A
+    `narrow` one is done in float8 where a gradient is wanted, a large one of float32 on a CPU by its fastest library.
     """
+    kind = x.device.type
+    if narrow and torch.is_grad_enabled() and torch.is_autocast_enabled(kind) and fp8.fits(x, weight.shape[0]):
+        return fp8.product8(x, weight, bias, torch.get_autocast_dtype(kind))
+    if onednn.fits(x, weight):
+        return onednn.linear(x, weight, bias)
     outputs, inputs = weight.shape
     if x.numel() != inputs or x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     threads = torch.get_num_threads()
-    if threads == 1 or outputs % threads or weight.numel() < 100_000:
+    if threads == 1 or weight.numel() < 100_000:
         return F.linear(x, weight, bias)
-    shares = weight.view(threads, outputs // threads, inputs).mT  # views in both layouts: nothing is copied
-    result = torch.bmm(x.view(1, 1, inputs).expand(threads, 1, inputs), shares).view(*x.shape[:-1], outputs)
+    even = outputs - outputs % threads
+    # views in both layouts: nothing is copied
+    shares = weight[:even].view(threads, even // threads, inputs).mT
+    result = torch.bmm(x.view(1, 1, inputs).expand(threads, 1, inputs), shares).view(*x.shape[:-1], even)
+    if even < outputs:
+        result = torch.cat((result, F.linear(x, weight[even:])), -1)
     return result if bias is None else result.add_(bias)
+
+
+def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """What several layers make of `x`; on a GPU in training by one product."""
+    plain = [layer for layer in layers if type(layer) is Linear]
+    if x.device.type != "cuda" or not torch.is_grad_enabled() or len(plain) < len(layers):
+        return [layer(x) for layer in layers]
+    return side_by_side(x, plain)
+
+
+def side_by_side(x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+    """What several layers make of `x`, by one product.
+
+    Their weights are laid side by side for that every time: in a compiled step together with the cast to bfloat16.
+    """
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    assert len(biases) in (0, len(layers)), "either all layers have a bias or none"
+    whole = product(x, torch.cat(weights), torch.cat(biases) if biases else None, narrow=layers[0].narrow)
+    return torch.split(whole, [layer.out_features for layer in layers], dim=-1)
 
 
 def columns(weight: Tensor) -> Tensor:

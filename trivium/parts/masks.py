@@ -7,21 +7,57 @@ One convention everywhere: boolean, True = may attend.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+FLASH = 256  # keys from which on our kernel for a trained bias pays: 512 took 1.7 ms instead of 2.2, 114 more
+LONG = 1 << 30  # keys from which on leaving out blocks pays: not measured on a GPU yet, so nothing is that long
 
 
 class Resolved(NamedTuple):
-    """A mask in the form that scaled dot-product attention takes: a dense tensor, or the causal flag, or neither.
+    """A mask in the form that attention takes.
 
-    The dense tensor is boolean, or a float that is added to the scores: -inf where a key may not be seen.
+    For scaled dot-product attention: a dense tensor, or the causal flag, or neither. The dense tensor is boolean, or a
+    float that is added to the scores: -inf where a key may not be seen. On a GPU in training there are two more forms:
+    `blocks` for FlexAttention, which say everything; and `bias` [1, H, T, S] and `seen` [B, S] beside the causal flag
+    for the kernel in `kernels/flash.py`. Of these `together` makes the first, from the `mask` that they are of.
     """
 
     dense: Tensor | None
     is_causal: bool
+    blocks: BlockMask | None = None
+    bias: Tensor | None = None
+    seen: Tensor | None = None
+    mask: Mask | None = None
+
+    def together(self, queries: int, keys: int, device: torch.device) -> Resolved:
+        """The same for scaled dot-product attention."""
+        if self.mask is None:
+            return self
+        everything = self.blocks is None and self.seen is None and not self.is_causal
+        return Resolved(_joined(self.bias, None if everything else self.mask.dense(queries, keys, device)), False)
+
+
+class AnyMask(Protocol):
+    """What a stack asks of a mask."""
+
+    def within(self, window: int) -> AnyMask: ...
+    def resolve(
+        self,
+        queries: int,
+        keys: int,
+        device: torch.device,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Resolved: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +78,63 @@ class Mask:
         """The same mask for a layer that sees only so far; 0 means no limit."""
         return replace(self, window=window) if window else self
 
-    def resolve(self, queries: int, keys: int, device: torch.device, bias: Tensor | None = None) -> Resolved:
-        """The cheapest form for T queries over S keys, with a position scheme's `bias` [1 or B, H, T, S] added in."""
-        limited = 0 < self.window < keys
-        if self.padding is None and self.documents is None and not limited:
-            if not self.causal or queries == 1:  # one query is the last position: it may see every key
+    def resolve(
+        self,
+        queries: int,
+        keys: int,
+        device: torch.device,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Resolved:
+        """The cheapest form for T queries over S keys, with a position scheme's `bias` [1 or B, H, T, S] added in.
+
+        A GPU wants the bias in the `dtype` of the queries.
+        """
+        fast = device.type == "cuda" and torch.is_grad_enabled()
+        if bias is not None and dtype is not None and device.type == "cuda":
+            bias = bias.to(dtype)
+        causal = self.causal if queries > 1 else False  # one query is the last position: it may see every key
+        if self.documents is None and not 0 < self.window < keys and not (causal and self.prefix is not None):
+            if self.padding is None and bias is None and (not causal or queries == keys):
+                return Resolved(None, causal)
+            if fast and keys >= FLASH and bias is not None and len(bias) == 1 and bias.requires_grad:
+                return Resolved(None, causal, bias=bias, seen=self.padding, mask=self)
+            if self.padding is None and not causal:
                 return Resolved(bias, False)
-            if queries == keys and self.prefix is None and bias is None:
-                return Resolved(None, True)
-        allowed = self.dense(queries, keys, device)
-        return Resolved(allowed if bias is None else bias.masked_fill(~allowed, float("-inf")), False)
+        elif fast and torch.compiler.is_compiling() and bias is None and keys >= LONG:
+            return Resolved(None, False, blocks=self.blocks(queries, keys, device), mask=self)
+        return Resolved(_joined(bias, self.dense(queries, keys, device)), False)
+
+    def blocks(self, queries: int, keys: int, device: torch.device) -> BlockMask:
+        """For FlexAttention: which blocks of pairs hold something to see, and the rule within them."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        given = [part for part in (self.prefix, self.padding, self.documents) if part is not None]
+        rows = len(given[0]) if given else None
+        return create_block_mask(self.rule(queries, keys), rows, None, queries, keys, device=device)
+
+    def rule(self, queries: int, keys: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The conditions as a function of row, head, query and key, all of them numbers."""
+        start = keys - queries
+        asking = self.documents if self.asking is None else self.asking
+        begin = 0 if asking is None else asking.shape[1] - queries
+
+        def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            result = key >= 0
+            if self.causal:
+                result = key <= query + start
+                if self.prefix is not None:
+                    result = result | (key < self.prefix[row])
+            if self.window:
+                result = result & ((query + start - key).abs() < self.window)
+            if self.padding is not None:
+                result = result & self.padding[row, key]
+            if self.documents is not None and asking is not None:
+                own = asking[row, query + begin]
+                result = result & (own == self.documents[row, key]) & (own > 0)
+            return result
+
+        return allowed
 
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """The boolean tensor, [1 or B, 1, T, S]."""
@@ -72,3 +155,13 @@ class Mask:
             same = (asking_BT1 == self.documents[:, None, :]) & (asking_BT1 > 0)
             allowed_B1TS = allowed_B1TS & same[:, None]
         return allowed_B1TS
+
+
+def _joined(bias: Tensor | None, allowed: Tensor | None) -> Tensor | None:
+    """The dense form of both."""
+    if bias is None or allowed is None:
+        return allowed if bias is None else bias
+    dense = bias.masked_fill(~allowed, float("-inf"))
+    if dense.device.type == "cuda" and dense.shape[-1] % 16:  # else the kernels of torch do so once per layer
+        dense = F.pad(dense, (0, -dense.shape[-1] % 16))[..., : dense.shape[-1]]
+    return dense

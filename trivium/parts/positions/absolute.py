@@ -118,7 +118,8 @@ class LearnedPositions(Positions):
 
 def _check(x_BTD: Tensor, at_BT: Tensor, context: int) -> None:
     """Refuse a position that has no row."""
-    if x_BTD.shape[1] > context:
+    # beams of one text are so many tokens at one position, expanded
+    if x_BTD.shape[1] > context and at_BT.stride(1) != 0:
         raise RequestError(f"{x_BTD.shape[1]} tokens are more than the {context} positions of this model; shorten them")
     # only on the CPU: anywhere else looking at the values would wait for the device
     if at_BT.device.type == "cpu" and not torch.compiler.is_compiling():

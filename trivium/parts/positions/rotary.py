@@ -87,7 +87,9 @@ class RotaryPositions(Computed):
             if wanted(x_BHTE):
                 fast: Tensor = Turned.apply(x_BHTE, cos, sin)  # type: ignore[no-untyped-call]
                 return fast
-            first, second = x_BHTE.chunk(2, dim=-1)
-            return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+            # [B, T, H, E] while it is written: attention then answers in the layout in which its heads can be joined
+            first, second = x_BHTE.transpose(1, 2).chunk(2, dim=-1)
+            cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).transpose(1, 2)
         first, second = x_BHTE[..., 0::2], x_BHTE[..., 1::2]
         return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)

@@ -1,0 +1,116 @@
+"""The Triton kernels against attention written out; on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1."""
+
+# B rows, T queries, S keys, H query heads, G key/value heads, E head size
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, seen: Tensor | None, causal: bool) -> Tensor:
+    ratio = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(ratio, 1).mT * 0.3
+    scores = scores if bias is None else scores + bias
+    queries, keys = scores.shape[-2:]
+    allowed = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
+    allowed = allowed.tril(keys - queries) if causal else allowed
+    allowed = allowed if seen is None else allowed & seen[:, None, None, :]
+    weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~allowed, 0.0)
+    return weights @ value.repeat_interleave(ratio, 1)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "groups", "causal", "biased", "padded"),
+    [
+        (37, 37, 4, True, True, False),
+        (37, 53, 4, False, False, True),
+        (20, 45, 2, True, True, True),
+        (40, 40, 1, False, True, True),
+        (32, 64, 2, True, True, True),  # whole blocks
+    ],
+)
+def test_values_and_gradients_are_those_of_the_formula(
+    queries: int, keys: int, groups: int, causal: bool, biased: bool, padded: bool
+) -> None:
+    from trivium.parts.kernels.flash import Block, Plan, attend
+
+    generator = torch.Generator().manual_seed(queries)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    query = draw(3, queries, 4, 16).transpose(1, 2).requires_grad_()  # as it comes out of a projection
+    key, value = (draw(3, groups, keys, 16).requires_grad_() for _ in range(2))
+    bias = draw(1, 4, queries, keys).requires_grad_() if biased else None
+    seen = draw(3, keys) < 0.5 if padded else None
+    if seen is not None:
+        seen[0] = False  # a row in which nothing is seen
+    block = Block(16, 32, 4, 1)
+    plan = Plan(forward=Block(32, 16, 4, 1), keys=block, queries=Block(16, 16, 4, 1), bias=block, parts=2)
+    inputs = [one for one in (query, key, value, bias) if one is not None]
+    fast = attend(query, key, value, bias, seen, causal=causal, scale=0.3, plan=plan)
+    slow = plain(query, key, value, bias, seen, causal)
+    close = 5e-3 if DEVICE == "cuda" else 1e-5  # a GPU multiplies in TF32
+    torch.testing.assert_close(fast, slow, atol=close, rtol=close)
+    upstream = draw(*slow.shape)
+    for one, two in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (fast, slow)), strict=True):
+        torch.testing.assert_close(one, two, atol=close, rtol=close)
+
+
+def test_a_compiled_model_gets_the_same() -> None:
+    """Two layers that share a table of biases, as in T5, with the three parts in one tensor."""
+    from trivium.parts.kernels.flash import Block, Plan, attend
+
+    block, generator = Block(16, 16, 4, 1), torch.Generator().manual_seed(0)
+    plan = Plan(forward=block, keys=block, queries=block, bias=block, parts=2)
+    x, weight, table = (torch.randn(*shape, generator=generator) for shape in ((2, 24, 32), (96, 32), (5, 2)))
+    places = torch.randint(0, 5, (24, 24), generator=generator).to(DEVICE)
+    leaves = [one.to(DEVICE).requires_grad_() for one in (x, weight, table)]
+
+    def layers(x: Tensor, weight: Tensor, table: Tensor) -> Tensor:
+        bias = torch.nn.functional.embedding(places, table).permute(2, 0, 1)[None].contiguous()
+        for _ in range(2):
+            query, key, value = (
+                part.view(2, 24, 2, 16).transpose(1, 2) for part in torch.split(x @ weight.t() * 0.1, 32, dim=-1)
+            )
+            x = x + attend(query, key, value, bias, None, causal=True, scale=0.3, plan=plan).transpose(1, 2).flatten(2)
+        return x
+
+    plain = layers(leaves[0], leaves[1], leaves[2])
+    compiled = torch.compile(layers, backend="aot_eager", fullgraph=True)(leaves[0], leaves[1], leaves[2])
+    torch.testing.assert_close(compiled, plain)
+    upstream = torch.randn(plain.shape, generator=generator).to(DEVICE)
+    for one, two in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (compiled, plain)), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize(("queries", "size", "causal"), [(512, 64, False), (114, 64, True), (256, 128, True)])
+def test_bfloat16_is_as_near_as_bfloat16_can_be(queries: int, size: int, causal: bool) -> None:
+    from trivium.parts.kernels.flash import able, attend
+
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    query, key, value = (
+        torch.randn(2, queries, 8, size, generator=generator, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
+        for _ in range(3)
+    )
+    bias = torch.randn(1, 8, queries, queries, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+    inputs = [one.requires_grad_() for one in (query, key, value, bias)]
+    assert able(query, value)
+    fast = attend(query, key, value, bias, None, causal=causal, scale=0.3)
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    slow = plain(exact[0], exact[1], exact[2], exact[3], None, causal)
+    upstream = torch.randn_like(fast)
+    results = torch.autograd.grad(fast, inputs, upstream), torch.autograd.grad(slow, exact, upstream.double())
+    for one, two in zip((fast, *results[0]), (slow, *results[1]), strict=True):
+        assert (one.double() - two).norm() / two.norm() < 1e-2
