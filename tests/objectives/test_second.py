@@ -116,3 +116,9 @@ def test_the_loss_of_a_step_is_the_sum_of_two_plain_means(name: str) -> None:
 def test_a_step_without_labels_has_a_loss_of_exactly_zero() -> None:
     assert mean(torch.zeros(2), (0, 0)).item() == 0
     assert mean(torch.zeros(()), (0, 0)).item() == 0
+
+
+@pytest.mark.parametrize("sums", [torch.tensor(6.0), torch.tensor([6.0, 8.0])])
+def test_counts_on_the_device_give_the_same_mean(sums: Tensor) -> None:
+    for counts in ((3, 4), (0, 0)):
+        assert torch.equal(mean(sums, torch.tensor(counts, dtype=torch.float32)), mean(sums, counts))

@@ -138,6 +138,9 @@ def test_the_least_smoothed_loss_is_the_entropy_that_tensor2tensor_subtracts() -
         def nll(self, hidden: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
             return torch.nn.functional.cross_entropy(hidden, labels, reduction="none", label_smoothing=smoothing)
 
+        def loss(self, hidden: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+            return self.nll(hidden, labels, smoothing=smoothing).sum()
+
     found = bound.loss(Plain(), states, {"labels": torch.tensor([[5]])}).item()
     assert found == pytest.approx(1.376948, abs=1e-6)
 

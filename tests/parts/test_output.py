@@ -250,3 +250,37 @@ def test_dropout_before_the_matrix_falls_in_training_only() -> None:
     assert torch.equal(part.eval().logits(hidden), torch.full((1, 2), 4000.0))
     with pytest.raises(ConfigError, match="dropout"):
         Softmax(dropout=1.0)
+
+
+@pytest.mark.parametrize("options", [Softmax(), Softmax(cap=5.0, scale="root", bias=True), MaskedHead()])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_the_sum_of_nll_and_has_its_gradients(options: Softmax | MaskedHead, smoothing: float) -> None:
+    part = options.build(SITE, None).double()
+    with torch.no_grad():
+        for index, parameter in enumerate(part.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=index))
+    hidden, labels = random(5, 6).double().requires_grad_(), torch.tensor([3, IGNORED, 0, 10, 7])
+    leaves = [hidden, *part.parameters()]
+    found = cast(Head, part).loss(hidden, labels, smoothing=smoothing)
+    expected = cast(Head, part).nll(hidden, labels, smoothing=smoothing).sum()
+    torch.testing.assert_close(found.float(), expected.float())
+    for one, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # nll is float32
+
+
+def test_dropout_falls_once_for_the_loss_too() -> None:
+    part = Softmax(dropout=0.5).build(SITE, None)
+    assert isinstance(part, SoftmaxOutput)
+    nn.init.normal_(part.project.weight, generator=torch.Generator().manual_seed(0))
+    hidden, labels = random(5, 6), torch.tensor([3, IGNORED, 0, 10, 7])
+    torch.manual_seed(0)
+    expected = part.nll(hidden, labels).sum()
+    torch.manual_seed(0)
+    torch.testing.assert_close(part.loss(hidden, labels), expected)
+    assert not torch.equal(part.eval().loss(hidden, labels), expected)
+
+
+def test_float16_keeps_the_plain_loss_whose_gradients_its_scale_reaches() -> None:
+    part, hidden, labels = head(), random(4, 6).requires_grad_(), torch.tensor([3, 1, 0, 10])
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(part.loss(hidden, labels), part.nll(hidden, labels).sum())

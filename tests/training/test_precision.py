@@ -1,4 +1,4 @@
-"""Half precision: the same losses as float32, and a loss scale that finds its own height."""
+"""Fewer bits: the same losses as float32, and a loss scale that finds its own height."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.training.conftest import laid
+from trivium.parts.kernels import fp8
 from trivium.training import prepare
 from trivium.training.job import Job
 from trivium.training.loop import Update, updates
@@ -32,19 +33,23 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def test_two_hundred_steps_in_half_precision_stay_within_one_percent_of_fp32(small: Make, tmp_path: Path) -> None:
-    """spec: training §4."""
+def test_two_hundred_steps_in_fewer_bits_stay_within_one_percent_of_fp32(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """spec: training §4; the numbers of fp8 are multiplied in float32 here."""
+    monkeypatch.setattr(fp8, "available", lambda device: True)
     losses = {}
-    for name in ("fp32", "bf16", "fp16"):
+    for name in ("fp32", "bf16", "fp16", "fp8"):
         recipe = small(precision=name, **{"budget.steps": 200, "batch.micro": 0, "model.decoder.layers": 1})
         job = prepare.job(laid(recipe, tmp_path / name), 200)
         losses[name] = torch.stack([update.loss for update in updates(job)])
     assert losses["fp32"][-1] < losses["fp32"][0] - 1  # it learns, or the comparison would be easy
     # over ten steps: fp16 may lose its first batch to an overflow, and then is an update behind on every batch
     means = {name: each.view(20, 10).mean(1) for name, each in losses.items()}
-    for name in ("bf16", "fp16"):
+    for name in ("bf16", "fp16", "fp8"):
         torch.testing.assert_close(means[name], means["fp32"], rtol=0.01, atol=0)
         assert not torch.equal(losses[name], losses["fp32"])  # it did compute in another precision
+    assert not torch.equal(losses["fp8"], losses["bf16"])
 
 
 def test_an_overflow_halves_the_scale_and_moves_nothing_but_the_data(small: Make, tmp_path: Path) -> None:
@@ -131,7 +136,6 @@ def test_the_scale_follows_that_of_torch(overflows: list[bool], patience: int) -
         optimizer.zero_grad()
         ours.overflowed(torch.tensor(1.0), value)
         assert ours.scale == oracle.get_scale()
-    assert all(overflows) or ours.scale >= 1
 
 
 def test_unscaling_gives_back_the_gradients() -> None:

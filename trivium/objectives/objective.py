@@ -56,13 +56,13 @@ class Task(Protocol):
 
 def everywhere(head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
     """The loss summed over every position [B, T] that has a label."""
-    return head.nll(states.hidden.flatten(0, 1), targets["labels"].flatten()).sum()
+    return head.loss(states.hidden.flatten(0, 1), targets["labels"].flatten())
 
 
 def gathered(head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
     """The loss summed over the positions `where` [N] of all rows laid end to end, the only ones to be projected."""
     hidden_ND = states.hidden.flatten(0, 1).index_select(0, targets["where"])
-    return head.nll(hidden_ND, targets["labels"]).sum()
+    return head.loss(hidden_ND, targets["labels"])
 
 
 def counted(labels: Tensor) -> int:

@@ -38,14 +38,13 @@ def beside(first: Tensor, model: Heads, states: States, targets: dict[str, Tenso
     return first
 
 
-def mean(sums: Tensor, counts: Sequence[int]) -> Tensor:
+def mean(sums: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
     """The loss of a step: each head's sum over the labels that it has in all batches of the step, added up.
 
     Never an average of averages: the counts are those of the whole step, not of one of its batches.
     """
-    if not sums.dim():
-        return sums / max(1, counts[0])
-    return sums[0] / max(1, counts[0]) + sums[1] / max(1, counts[1])
+    over = counts.clamp(min=1) if isinstance(counts, Tensor) else [max(1, count) for count in counts]
+    return sums[0] / over[0] + sums[1] / over[1] if sums.dim() else sums / over[0]
 
 
 def judged(model: Heads, states: States, targets: dict[str, Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
 from trivium.models.config import Family, ModelConfig
 from trivium.models.transformer import States
+from trivium.objectives.causal import restarting
 from trivium.objectives.objective import PAD, Task, counted, everywhere, forced, special
 from trivium.parts.output import Head
 from trivium.text.tokenizer import Tokenizer
@@ -80,6 +81,8 @@ class Seq2SeqTask:
     align: int = 1
 
     def inputs(self, rows: RowBatch, rng: np.random.Generator) -> Batch:
+        if any(rows.widths):
+            return self._packed(rows)
         sources_B = np.count_nonzero(rows.documents == SOURCE, axis=1)
         targets_B = np.count_nonzero(rows.documents == TARGET, axis=1)
         # A row begins with the END in front of its source; the one behind the source is the source's own.
@@ -93,10 +96,33 @@ class Seq2SeqTask:
         }
         return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels))
 
+    def _packed(self, rows: RowBatch) -> Batch:
+        """Rows of several pairs, which are documents of the same number on both sides."""
+        width = rows.widths[0]
+        pair_BJ = (rows.documents + 1) // 2
+        real_BJ = pair_BJ > 0
+        ids_BJ = np.where(real_BJ, rows.labels, self.pad)
+        # No position may be left without a key: what fills up the sources is a document of its own, and behind the
+        # targets the last pair goes on, where nothing counts and nothing looks back.
+        source_documents = torch.from_numpy(np.where(real_BJ, pair_BJ, width + 1)[:, :width])
+        documents = torch.from_numpy(np.maximum.accumulate(pair_BJ[:, width:], axis=1))
+        positions = restarting(documents)
+        before = torch.from_numpy(ids_BJ[:, width:]).roll(1, dims=1)
+        labels = torch.from_numpy(rows.labels[:, width:])
+        inputs = {
+            "source": torch.from_numpy(ids_BJ[:, :width]),
+            "source_documents": source_documents,
+            "source_positions": restarting(source_documents),
+            "tokens": torch.where(positions == 0, self.pad, before),
+            "documents": documents,
+            "positions": positions,
+        }
+        return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels))
+
     def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
         """The summed smoothed loss."""
         hidden_ND = states.hidden.flatten(0, 1)
-        return head.nll(hidden_ND, targets["labels"].flatten(), smoothing=self.smoothing).sum()
+        return head.loss(hidden_ND, targets["labels"].flatten(), smoothing=self.smoothing)
 
     def score(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
         """The summed negative log-likelihood, which perplexity comes from."""

@@ -14,7 +14,7 @@ from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.dropout import dropout
 from trivium.parts.kernels.eager import SquaredRelu, wanted
-from trivium.parts.linear import Linear
+from trivium.parts.linear import Linear, together
 from trivium.parts.site import MOST, Cost, Site, matrix
 
 Activation = Literal[
@@ -129,7 +129,8 @@ class GluFeedForward(nn.Module):
         self.dropout = options.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.activation(self.gate(x)) * self.up(x)
+        gate, up = together(x, self.gate, self.up)
+        hidden = self.activation(gate) * up
         result: Tensor = self.down(dropout(hidden, self.dropout, self.training))
         return result
 

@@ -16,6 +16,7 @@ import torch
 
 from trivium.errors import ConfigError
 from trivium.parts.hardware import native_bf16
+from trivium.parts.kernels import fp8
 from trivium.training.recipe import Recipe
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -35,10 +36,20 @@ def choose(name: str) -> torch.device:
     return device
 
 
+def current(device: torch.device) -> None:
+    """Let this thread work on the GPU that is named: graphs, events and pinned memory go by what is current."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def settle(recipe: Recipe) -> Recipe:
     """The recipe with everything decided that depends on this machine."""
     device = choose(recipe.device)
     cuda = device.type == "cuda"
+    if recipe.precision == "fp8" and not fp8.available(device):
+        raise ConfigError("precision: this device has no fp8 products (a GPU of compute capability 8.9); try bf16")
+    if recipe.compile == "graphs" and not cuda:
+        raise ConfigError("compile: graphs are recorded on a GPU; try compile=off")
     precision = recipe.precision if recipe.precision != "auto" else "bf16" if native_bf16(device) else "fp32"
     compiled = recipe.compile if recipe.compile != "auto" else "on" if cuda else "off"
     threads = recipe.threads or torch.get_num_threads()
@@ -73,6 +84,12 @@ def repeatable(recipe: Recipe) -> None:
 def keep_compiled(runs: Path) -> None:
     """Let the compiler keep its results beside the runs, unless the user has chosen another place."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs / ".compile").resolve()))
+    # Or else it differentiates a step with a function of our own anew each time. The graphs of both its passes are part
+    # of the key, so another version of it is another entry.
+    from torch._functorch import config
+
+    with contextlib.suppress(AttributeError):  # a torch that has another name for it is slower to start
+        config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:

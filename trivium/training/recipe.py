@@ -112,9 +112,11 @@ class Recipe:
     name: str = ""  # the run's folder below `runs`; empty means the name of the recipe's file
     seed: int = 0
     device: str = "auto"  # cuda, then mps, then cpu
-    # auto is bf16 where the device has instructions for it, else fp32; fp16 scales the loss.
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    compile: Literal["auto", "on", "off"] = "auto"  # on for cuda, off elsewhere
+    # auto is bf16 where the device has instructions for it, else fp32; fp16 scales the loss; fp8 is bf16 with the
+    # large matrix products in 8 bits.
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    # on for cuda, off elsewhere; graphs: whole steps as CUDA graphs, for small models
+    compile: Literal["auto", "on", "off", "graphs"] = "auto"
     threads: int = 0  # 0 means as many as torch finds; another number gives other bits
     deterministic: Literal["on", "off"] = "off"  # on: the same bits again on a GPU too, at some cost in speed
     clip: float = 1.0  # the largest gradient norm; 0 means no clipping

@@ -1,0 +1,112 @@
+"""Products in float8, their numbers multiplied in float32 here, against the plain ones."""
+
+# N rows, I inputs, O outputs
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trivium.parts.kernels import fp8
+from trivium.parts.linear import Linear, narrowed, product
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@given(power=st.integers(-60, 60), dtype=st.sampled_from([fp8.INPUT, fp8.GRADIENT]), seed=st.integers(0, 2**31))
+@settings(max_examples=50, deadline=None)
+def test_every_number_is_kept_to_half_a_step_of_the_format_whatever_its_size(
+    power: int, dtype: torch.dtype, seed: int
+) -> None:
+    x = random(64, seed=seed) * 2.0**power
+    scaled = fp8.quantized(x, dtype)
+    limits = torch.finfo(dtype)
+    # half a unit in the last place of a normal number, and half the smallest step below those
+    room = x.abs() * limits.eps / 2 + scaled.scale * limits.tiny * limits.eps / 2
+    assert ((scaled.dense() - x).abs() <= 1.0001 * room).all()
+    assert scaled.values.float().abs().max() == limits.max
+
+
+def test_zeros_stay_zeros() -> None:
+    scaled = fp8.quantized(torch.zeros(3, 4), fp8.INPUT)
+    assert torch.equal(scaled.dense(), torch.zeros(3, 4))
+
+
+def test_numbers_that_the_format_has_are_multiplied_exactly() -> None:
+    x, weight = torch.tensor([[448.0, 1.5, -2.0, 0.0]] * 16), torch.tensor([[1.0, -448.0, 0.25, 3.0]] * 16)
+    found = fp8.product8(x, weight, None, torch.float32)
+    assert torch.equal(found, F.linear(x, weight))
+
+
+def test_outputs_and_gradients_are_within_the_noise_of_the_formats() -> None:
+    x, weight, bias = (
+        random(2, 64, 128).requires_grad_(),
+        random(96, 128, seed=1).requires_grad_(),
+        random(96, seed=2).requires_grad_(),
+    )
+    upstream = random(2, 64, 96, seed=3)
+    plain, narrow = F.linear(x, weight, bias), fp8.product8(x, weight, bias, torch.float32)
+    # rounding to three bits is off by 2.6 % (rms, uniform in a step), to two by 5.2 %; two factors add in squares
+    assert 0.01 < (narrow - plain).norm() / plain.norm() < 0.045
+    expected = torch.autograd.grad(plain, (x, weight, bias), upstream)
+    found = torch.autograd.grad(narrow, (x, weight, bias), upstream)
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        assert one.shape == other.shape
+        assert 0.01 < (one - other).norm() / other.norm() < 0.075
+    torch.testing.assert_close(found[2], expected[2])
+
+
+def test_a_compiler_sees_a_product_as_one_graph() -> None:
+    x, weight = random(32, 16).requires_grad_(), random(48, 16, seed=1).requires_grad_()
+    compiled = torch.compile(fp8.product8, backend="aot_eager", fullgraph=True)
+    pairs = []
+    for function in (fp8.product8, compiled):
+        result = function(x, weight, None, torch.float32)
+        pairs.append((result, *torch.autograd.grad(result.square().sum(), (x, weight))))
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(15, 32, 48), (16, 30, 48), (16, 32, 40), (16, 32, 48)])
+def test_sizes_that_the_kernels_lack_stay_as_they_are(rows: int, inputs: int, outputs: int) -> None:
+    x, weight = random(rows, inputs).requires_grad_(), random(outputs, inputs, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, plain = product(x, weight, None, narrow=True), product(x, weight, None)
+    assert torch.equal(found, plain) == (rows % 16 + inputs % 16 + outputs % 16 > 0)
+
+
+def test_no_rows_at_all_have_a_product_too() -> None:
+    x, weight = random(0, 32).requires_grad_(), random(48, 32, seed=1).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = product(x, weight, None, narrow=True)
+    assert found.shape == (0, 48)
+    found.sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_only_training_is_narrow_and_only_the_large_products() -> None:
+    up, transform = Linear(32, 48, bias=True, role="up"), Linear(32, 32, bias=True, role="transform")
+    for layer in (up, transform):
+        torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.zeros_(layer.bias)
+    model = torch.nn.Sequential(up, transform)
+    narrowed(model, True)
+    assert (up.narrow, transform.narrow) == (True, False)
+    x = random(16, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = F.linear(x, up.weight, up.bias)
+        assert not torch.equal(up(x), plain)
+        with torch.no_grad():
+            assert torch.equal(up(x), plain)
+    assert torch.equal(up(x), F.linear(x, up.weight, up.bias))  # float32 was asked for
+    narrowed(model, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(up(x), plain)

@@ -1,0 +1,125 @@
+"""The Triton kernel of the loss against its plain formulas; on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from trivium.parts.kernels import loss as kernels
+from trivium.parts.kernels.loss import IGNORED, Scoring, summed
+from trivium.parts.kernels.loss import differentiated as plain
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
+
+CASES = list(itertools.product((100, 128), (0.0, 3.0), (0.0, 0.1), (False, True)))
+
+
+@pytest.mark.parametrize(("vocab", "cap", "smoothing", "bias"), CASES)
+@pytest.mark.parametrize("block", [32, 8192])  # several rounds of a row, and one
+def test_losses_and_gradients_are_those_of_the_plain_formulas(
+    vocab: int, cap: float, smoothing: float, bias: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trivium.parts.kernels import softmax
+
+    monkeypatch.setattr(softmax, "BLOCK", block)
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (4 * torch.randn(6, 128, generator=generator)).to(DEVICE)
+    offset = torch.randn(128, generator=generator).to(DEVICE) if bias else None
+    labels = torch.tensor([3, IGNORED, 0, 99, 5, 6], device=DEVICE)
+    scoring = Scoring(vocab, cap, smoothing)
+    loss, expected = plain(logits, offset, labels, scoring, True)
+    losses, gradient = softmax.differentiated(logits, offset, labels, scoring, torch.float32, 2.0)
+    torch.testing.assert_close(losses.sum(), loss)
+    torch.testing.assert_close(gradient, 2 * expected)
+    assert losses[1].item() == 0
+    assert not gradient[1].any()
+    assert not gradient[:, vocab:].any()
+    alone, nothing = softmax.differentiated(logits, offset, labels, scoring, None)
+    torch.testing.assert_close(alone, losses)
+    assert nothing.numel() == 0
+
+
+def test_a_score_that_is_not_a_number_is_seen_in_the_loss() -> None:
+    from trivium.parts.kernels import softmax
+
+    logits = torch.zeros(3, 64, device=DEVICE)
+    logits[1, 7] = float("nan")
+    losses, _ = softmax.differentiated(logits, None, torch.tensor([1, 2, 3], device=DEVICE), Scoring(64), torch.float32)
+    assert losses.isnan().tolist() == [False, True, False]
+
+
+def test_scores_too_large_for_an_exponential_have_an_exact_loss() -> None:
+    from trivium.parts.kernels import softmax
+
+    logits = torch.zeros(1, 64, device=DEVICE)
+    logits[0, 5], logits[0, 9] = 200.0, 100.0
+    losses, gradient = softmax.differentiated(
+        logits, None, torch.tensor([1], device=DEVICE), Scoring(64), torch.float32
+    )
+    assert losses.item() == 200.0
+    torch.testing.assert_close(gradient[0, [1, 5]], torch.tensor([-1.0, 1.0], device=DEVICE))
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1.0), (torch.float8_e5m2, 2.0**15)])
+def test_gradients_are_rounded_to_what_the_products_take(dtype: torch.dtype, factor: float) -> None:
+    from trivium.parts.kernels import softmax
+
+    if INTERPRETED and dtype == torch.float8_e5m2:
+        pytest.skip("the interpreter halves what lies just below a power of two")
+    logits = (4 * torch.randn(8, 128, generator=torch.Generator().manual_seed(0))).to(DEVICE, torch.bfloat16)
+    labels = torch.arange(8, device=DEVICE)
+    _, expected = plain(logits, None, labels, Scoring(100), True)
+    _, gradient = softmax.differentiated(logits, None, labels, Scoring(100), dtype, factor)
+    assert gradient.dtype == dtype
+    room = torch.finfo(dtype).eps  # a whole step and not half of one: the interpreter does not round to the nearest
+    torch.testing.assert_close(gradient.float() / factor, expected, rtol=room, atol=1e-9)
+
+
+def test_the_whole_loss_goes_through_the_kernel_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_by_kernel", lambda logits: True)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for shape in ((50, 16), (100, 16), 100)
+    )
+    labels = torch.randint(100, (50,), generator=generator).to(DEVICE)
+    labels[::3] = IGNORED
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        return summed(hidden, weight, bias, labels, cap=3.0, smoothing=0.1, rows=32)
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found = compiled(hidden, weight, bias, labels)
+    scores = 3 * torch.tanh(F.linear(hidden, weight, bias) / 3)
+    expected = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
+    leaves = (hidden, weight, bias)
+    for one, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(hidden, weight, bias, labels), expected.detach())
+    torch._dynamo.reset()
+
+
+def test_one_program_is_for_batches_of_any_number_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_by_kernel", lambda logits: True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(summed, backend=counter, dynamic=True)
+    weight = torch.randn(100, 16, device=DEVICE, requires_grad=True)
+    programs = []
+    for number in (28, 45, 33, 57, 91, 26, 99, 250):  # no multiples of 16: those have chunks of another kind
+        hidden, labels = torch.randn(number, 16, device=DEVICE), torch.arange(number, device=DEVICE) % 100
+        expected = F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum")
+        torch.testing.assert_close(compiled(hidden, weight, None, labels), expected)
+        programs.append(counter.frame_count)
+    assert programs == [programs[0]] * 8
+    torch._dynamo.reset()
