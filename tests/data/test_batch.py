@@ -26,3 +26,19 @@ def test_a_batch_moves_as_a_whole(device: str) -> None:
         again = moved.to(device).to("cpu")
         for name, tensor in {**batch().inputs, **batch().targets}.items():
             assert torch.equal({**again.inputs, **again.targets}[name], tensor)
+
+
+def test_what_is_pinned_is_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of a view with gaps would not run beside the computation."""
+    seen: list[bool] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.is_contiguous())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    view = torch.arange(12).view(3, 4)[:, :-1]
+    pinned = Batch(inputs={"tokens": view}, targets={"labels": view.t()}, count=9).pinned()
+    assert seen == [True, True]
+    assert torch.equal(pinned.inputs["tokens"], view)
+    assert torch.equal(pinned.targets["labels"], view.t())

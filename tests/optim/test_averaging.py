@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.optim.steps import NO, YES, same, small
@@ -40,7 +41,7 @@ def path(options: Ema, values: list[float]) -> Iterator[float]:
     for step, value in enumerate(values, start=1):
         with torch.no_grad():
             weight.fill_(value)
-        average.update(step, YES)
+        average.follow(average.share(step), YES)
         yield average.tensors()["0"].item()
 
 
@@ -52,7 +53,7 @@ def test_the_average_is_torchs_own(decay: float) -> None:
     reference.update_parameters(model)  # its first update copies
     for step in range(1, 30):
         drift(model, step)
-        average.update(step, YES)
+        average.follow(average.share(step), YES)
         reference.update_parameters(model)
     for name, parameter in reference.module.named_parameters():
         torch.testing.assert_close(average.tensors()[name], parameter.detach(), atol=1e-6, rtol=1e-5)
@@ -85,12 +86,12 @@ def test_an_unhealthy_step_leaves_the_average_bit_for_bit() -> None:
     model = small()
     average = Ema(decay=0.5).build(model)
     drift(model, 0)
-    average.update(1, YES)
+    average.follow(average.share(1), YES)
     before = copied(average.tensors())
     drift(model, 1)
-    average.update(2, NO)
+    average.follow(average.share(2), NO)
     assert same(before, average.tensors())
-    average.update(2, YES)
+    average.follow(average.share(2), YES)
     assert not same(before, average.tensors())
 
 
@@ -99,7 +100,7 @@ def test_swapped_weights_come_back_bit_for_bit(fails: bool) -> None:
     model = small()
     average = Ema(decay=0.5).build(model)
     drift(model, 0)
-    average.update(1, YES)
+    average.follow(average.share(1), YES)
     own, averaged = copied(weights(model)), copied(average.tensors())
     memory = [parameter.data_ptr() for parameter in model.parameters()]
     try:
@@ -120,7 +121,7 @@ def test_a_resumed_average_continues_bit_for_bit() -> None:
     through = options.build(model)
     for step in range(1, 6):
         drift(model, step)
-        through.update(step, YES)
+        through.follow(through.share(step), YES)
     saved, weights_then = copied(through.tensors()), copied(weights(model))
     second = small(seed=3)
     resumed = options.build(second)
@@ -129,7 +130,7 @@ def test_a_resumed_average_continues_bit_for_bit() -> None:
     for step in range(6, 12):
         for each, average in ((model, through), (second, resumed)):
             drift(each, step)
-            average.update(step, YES)
+            average.follow(average.share(step), YES)
     assert same(through.tensors(), resumed.tensors())
 
 
@@ -145,7 +146,7 @@ def test_the_average_holds_every_distinct_trainable_weight_in_float32() -> None:
     with torch.no_grad():
         tied.get_parameter("b.bias").fill_(1.0)
     start = average.tensors()["b.bias"].clone()
-    average.update(1, YES)  # a share of 0.001 would vanish in bfloat16
+    average.follow(average.share(1), YES)  # a share of 0.001 would vanish in bfloat16
     torch.testing.assert_close(average.tensors()["b.bias"], start + 0.001 * (1 - start))
 
 
@@ -156,7 +157,7 @@ def test_an_average_is_a_copy_of_what_it_was_given() -> None:
     kept = copied(given)
     average.load(given)
     drift(model, 0)
-    average.update(1, YES)
+    average.follow(average.share(1), YES)
     assert same(given, kept)
 
 
@@ -186,7 +187,7 @@ def test_without_an_average_there_is_nothing_to_keep_or_swap() -> None:
     model = small()
     average: Average = NoAverage().build(model)
     own = copied(weights(model))
-    average.update(1, YES)
+    average.follow(average.share(1), YES)
     average.reset()
     average.load({})
     with average.swapped(model):
@@ -199,3 +200,32 @@ def test_impossible_settings_are_refused() -> None:
         with pytest.raises(ConfigError, match=said):
             Ema(**options)
     assert set(AVERAGES.values()) == {NoAverage, Ema}
+
+
+def test_a_compiled_average_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, counter = torch.compile, CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda function, **more: compiled(function, backend=counter, **more))
+    model = small()
+    one, other = Ema(decay=0.9).build(model), Ema(decay=0.9).build(model)
+    other.compile()
+    for step, healthy in enumerate((YES, NO, YES, YES), 1):
+        drift(model, step)
+        for average in (one, other):
+            average.follow(average.share(step), healthy)
+        for name, tensor in one.tensors().items():
+            torch.testing.assert_close(other.tensors()[name], tensor, rtol=1e-6, atol=1e-7)
+    assert counter.frame_count == 1
+
+
+def test_more_models_than_the_compiler_has_programs_for_are_averaged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **more: compiled(function, backend="eager", **more))
+    for size in range(1, 13):
+        model = nn.Linear(size, size)
+        average = Ema(decay=0.5, warmup="none").build(model)
+        average.compile()
+        start = model.weight.detach().clone()
+        drift(model, 0)
+        average.follow(average.share(1), YES)
+        torch.testing.assert_close(average.tensors()["weight"], (start + model.weight.detach()) / 2)
+    torch._dynamo.reset()

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.optim.steps import YES, gradients, single, small
+from tests.optim.steps import NO, YES, gradients, single, small
 from trivium.errors import ConfigError
 from trivium.optim.groups import trainable
-from trivium.optim.muon import orthogonal
+from trivium.optim.muon import orthogonal, products
 from trivium.optim.optimizers import Muon, Optimizer
 from trivium.parts.embeddings import Tokens
 
@@ -22,20 +23,20 @@ def test_the_singular_values_of_a_muon_update_lie_near_one(
 ) -> None:
     for seed in range(count(5, 200)):
         matrix = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
-        values = torch.linalg.svdvals(orthogonal(matrix, 5)[0])
+        values = torch.linalg.svdvals(orthogonal(matrix, 5, products(matrix))[0])
         assert 0.67 <= values.min().item() <= values.max().item() <= 1.15
 
 
 def test_a_square_muon_update_is_bounded(count: Callable[[int, int], int]) -> None:
     for seed in range(count(5, 200)):
         matrix = torch.randn(1, 128, 128, generator=torch.Generator().manual_seed(seed))
-        assert torch.linalg.svdvals(orthogonal(matrix, 5)[0]).max().item() <= 1.21
+        assert torch.linalg.svdvals(orthogonal(matrix, 5, products(matrix))[0]).max().item() <= 1.21
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (8, 5), (6, 6)])
 def test_orthogonalising_acts_on_the_singular_values_alone(shape: tuple[int, int]) -> None:
     matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    results = orthogonal(matrices, 5)
+    results = orthogonal(matrices, 5, products(matrices))
     for matrix, result in zip(matrices, results, strict=True):
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
         values = values / values.norm()
@@ -102,3 +103,36 @@ def test_muon_moves_hidden_matrices_and_adamw_the_rest() -> None:
 def test_muon_needs_a_hidden_matrix() -> None:
     with pytest.raises(ConfigError, match="muon needs hidden matrices"):
         Muon().build(Tokens().build(small().config.site()))
+
+
+def test_a_compiled_step_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at another rate, which is no constant of the program, and where nothing may move."""
+    compiled, counter = torch.compile, CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda function, **more: compiled(function, backend=counter, **more))
+    plain, fast = small(), small()
+    one, other = Muon(decay=0.1).build(plain), Muon(decay=0.1).build(fast)
+    other.compile()
+    for step, healthy in enumerate((YES, YES, NO, YES)):
+        for model, optimizer in ((plain, one), (fast, other)):
+            gradients(model, step)
+            optimizer.step(1 / (step + 1), healthy)
+        for wanted, found in zip(plain.parameters(), fast.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+    shapes = {tuple(momentum.shape) for name, momentum in one.tensors().items() if name.endswith(".momentum")}
+    assert counter.frame_count == len(shapes)
+
+
+def test_more_shapes_than_the_compiler_has_programs_for_are_moved_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **more: compiled(function, backend="eager", **more))
+    layers = [[single(torch.ones(8, 8 + more))[0] for more in range(12)] for _ in range(2)]
+    plain, fast = (nn.ModuleList(one) for one in layers)
+    one, other = Muon().build(plain), Muon().build(fast)
+    other.compile()
+    for model, optimizer in ((plain, one), (fast, other)):
+        gradients(model, 0)
+        optimizer.step(1.0, YES)
+    for wanted, found in zip(plain.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+        assert not torch.equal(found, torch.ones_like(found))
+    torch._dynamo.reset()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from tests.training.conftest import FAMILIES, finish, resume, start
 from tests.training.test_resume import assert_equal_ends, cut_back
 from trivium.optim.optimizers import OPTIMIZERS
 from trivium.training import prepare
-from trivium.training.loop import updates
+from trivium.training.loop import Pending, updates
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
 
@@ -66,21 +68,47 @@ def test_every_optimizer_moves_the_weights_and_resumes(small: Make, tmp_path: Pa
     assert losses[-1] < losses[0]
 
 
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Every wait of the host for the device is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode itself is a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_step_never_waits_for_the_gpu(small: Make, tmp_path: Path, kind: str) -> None:
     """From the second step on nothing between two updates reads a number off the device."""
     job = prepare.job(start(small(kind, device="cuda", precision="bf16", compile="off"), tmp_path).ground, 10)
-    steps = updates(job)
+    steps, pending = updates(job), Pending()
     next(steps)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(3):
-            next(steps)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):  # the alarm itself works
-            torch.ones((), device="cuda").item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+            pending.add(next(steps))
+    assert [update.step for update, *_ in pending.read()] == [2, 3, 4]
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):  # the alarm itself works
+        torch.ones((), device="cuda").item()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_recorded_steps_are_the_same_as_the_others(small: Make, tmp_path: Path, kind: str, optimizer: str) -> None:
+    """The first steps are not recorded: a run that is stopped and goes on has others among them, and dropout."""
+    changes: dict[str, Any] = {"checkpoint.every": 1.0, "checkpoint.keep": 30, "average": "ema", "optim": optimizer}
+    recipe = small(kind, device="cuda", precision="bf16", compile="graphs", deterministic="on", **changes)
+    assert_equal_ends(*straight_and_resumed(recipe, tmp_path, 10), 20)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_recorded_run_is_close_to_a_plain_one(small: Make, tmp_path: Path) -> None:
+    found = []
+    for how in ("on", "graphs"):
+        ground = start(small(device="cuda", precision="fp32", compile=how, average="ema"), tmp_path / how).ground
+        job = prepare.job(ground, 12)
+        found.append([float(update.loss) for update in updates(job)])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)

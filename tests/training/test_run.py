@@ -115,14 +115,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int], float], Non
     """Make the loss of some micro-batches a number that is not finite."""
 
     def poison(calls: set[int], value: float) -> None:
-        honest, seen = SoftmaxOutput.nll, iter(range(10**9))
+        honest, seen = SoftmaxOutput.loss, iter(range(10**9))
 
-        def nll(self: SoftmaxOutput, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        def loss(self: SoftmaxOutput, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             result = honest(self, hidden, labels)
             training = torch.is_grad_enabled()
             return result * value if training and next(seen) in calls else result
 
-        monkeypatch.setattr(SoftmaxOutput, "nll", nll)
+        monkeypatch.setattr(SoftmaxOutput, "loss", loss)
 
     return poison
 
@@ -262,10 +262,10 @@ def test_what_only_a_batch_shows_is_refused_before_anything_is_made(
 def test_out_of_memory_ends_in_a_sentence_that_names_the_setting(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nll(*_: object) -> torch.Tensor:
+    def loss(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(SoftmaxOutput, "nll", nll)
+    monkeypatch.setattr(SoftmaxOutput, "loss", loss)
     with pytest.raises(OutOfMemory, match=r"with 2 rows of 16 tokens at a time; set batch\.micro=1"):
         finish(start(small(), tmp_path))
 
@@ -273,10 +273,10 @@ def test_out_of_memory_ends_in_a_sentence_that_names_the_setting(
 def test_out_of_memory_while_timing_is_a_sentence_too(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nll(*_: object) -> torch.Tensor:
+    def loss(*_: object) -> torch.Tensor:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr(SoftmaxOutput, "nll", nll)
+    monkeypatch.setattr(SoftmaxOutput, "loss", loss)
     with pytest.raises(OutOfMemory, match=r"smaller model\.context or model\.width"):
         start(small(**{"budget.steps": 0, "budget.minutes": 1.0, "batch.micro": 1}), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

@@ -16,9 +16,11 @@ from tests.training.conftest import ASSETS, finish, laid, resume, start
 from tests.training.test_resume import assert_equal_ends, cut_back
 from trivium.errors import ConfigError, DataError
 from trivium.training import prepare
+from trivium.training.ahead import made
 from trivium.training.loop import gradients
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
+from trivium.training.replay import Dials
 from trivium.training.validate import validate
 
 Make = Callable[..., Recipe]
@@ -78,8 +80,9 @@ def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
     for micro in (6, 4, 1):
         ground = laid(two_heads(kind, **STILL, **{"batch.micro": micro}), tmp_path / str(micro))
         job = prepare.job(ground, 10)
-        loss, count = gradients(job, job.order.batch(0))
-        assert count > 6
+        batches = made(job, (0, 0, micro))
+        loss = gradients(job, batches.parts, Dials(batches.counts, 1.0, 0.0))
+        assert batches.labels > 6
         assert all(parameter.grad is not None for parameter in job.model.parameters())
         grown = [parameter.grad for parameter in job.model.parameters() if parameter.grad is not None]
         judged = validate(job, ground.valid, limit=5)

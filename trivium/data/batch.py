@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,13 +21,25 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`; to a GPU the copy runs beside the computation."""
         device = torch.device(device)
-        inputs = {name: _moved(tensor, device) for name, tensor in self.inputs.items()}
-        targets = {name: _moved(tensor, device) for name, tensor in self.targets.items()}
+        return self._each(lambda tensor: _moved(tensor, device))
+
+    def pinned(self) -> Batch:
+        """The same batch in memory that a GPU copies from by itself; getting such memory can take a while."""
+        return self._each(_pinned)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        targets = {name: change(tensor) for name, tensor in self.targets.items()}
         return replace(self, inputs=inputs, targets=targets)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         # Only pinned memory is copied asynchronously; torch keeps it alive until the copy has run.
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return (tensor if tensor.is_pinned() else _pinned(tensor)).to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    # in one piece: a view with gaps would be put together first, and the host wait for that
+    return tensor.contiguous().pin_memory()

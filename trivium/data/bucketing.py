@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.data.loader import Order, Ordering, RowNumbers
-from trivium.data.packing import RowBatch, Rows
+from trivium.data.packing import RowBatch
 from trivium.data.shards import Stream
 from trivium.errors import ConfigError, DataError
 from trivium.parts.output import IGNORED
@@ -48,6 +48,10 @@ class Pairs:
         """How many tokens there are to predict."""
         return int(self.sizes[:, 1].sum())
 
+    def first(self, indices: RowNumbers) -> RowNumbers:
+        """Where in the stream these pairs begin, with the END in front of them."""
+        return self._first_N[indices]
+
     def take(self, indices: npt.NDArray[np.int64]) -> RowBatch:
         """The rows of these pairs, the source as document 1 and the target as 2; shorter ones are filled with END."""
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
@@ -66,9 +70,6 @@ class Pairs:
             numbers=indices.astype(np.int64),
             stream=self.stream,
         )
-
-
-Examples = Rows | Pairs
 
 
 class Buckets:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trivium.config import at_least
 from trivium.errors import ConfigError
 
 Shift = Literal["none", "epoch"]
@@ -34,11 +35,14 @@ class DataConfig:
     # or one file with tabs, and which of its columns (the first is 0) are source and target.
     pairs: str = ""
     columns: tuple[int, int] = (0, 1)
+    # Several pairs in a row of at most so many tokens a side, kept apart by the mask; 0 means each in a row of its own.
+    pack: int = 0
     # Two more such files, kept for validation, instead of a fraction; with `pairs` it is `valid` that names one.
     valid_source: str = ""
     valid_target: str = ""
 
     def __post_init__(self) -> None:
+        at_least("pack", self.pack, 0)
         if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
             raise ConfigError("weights: a weight is not above 0; leave the path out instead")
         if self.weights and len(self.paths) > 1 and len(self.weights) != len(self.paths):

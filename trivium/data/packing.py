@@ -27,6 +27,7 @@ class RowBatch(NamedTuple):
     documents: npt.NDArray[np.int32]
     numbers: npt.NDArray[np.int64]
     stream: Stream
+    widths: tuple[int, int] = (0, 0)  # of the sources and of the targets in rows of packed pairs
 
     @property
     def text(self) -> npt.NDArray[np.int64]:

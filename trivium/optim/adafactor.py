@@ -57,7 +57,7 @@ class AdafactorStepper:
         return {"step": step, "square": zeros(*shape)}
 
     @torch.no_grad()
-    def step(self, factor: float, healthy: Tensor) -> None:
+    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
         nothing = torch.zeros((), device=healthy.device)
         for name, parameter in self.names.items():
             if parameter.grad is None:
@@ -72,6 +72,9 @@ class AdafactorStepper:
             if self.options.scale == "weight":
                 update *= _rms(parameter).clamp(min=self.options.least)
             parameter.sub_(torch.where(healthy, update * (self.options.rate * factor), nothing))
+
+    def compile(self) -> None:
+        """Nothing: every weight would be a program of its own."""
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()

@@ -72,6 +72,7 @@ class AdamStepper:
             eps=options.eps,
             decoupled_weight_decay=isinstance(options, AdamW),
             fused=True,
+            capturable=weights[0].parameter.is_cuda,  # all of a step can be one CUDA graph
         )
         self.correction = options.correction
         self.state = State({weight.name: _moments(weight.parameter) for weight in weights})
@@ -79,12 +80,15 @@ class AdamStepper:
             self.inner.state[weight.parameter] = self.state.of[weight.name]
         self._settle()
 
-    def step(self, factor: float, healthy: Tensor) -> None:
+    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
         for group, peak in zip(self.inner.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
         # the fused kernel's own switch, meant for loss scaling: with 1 here it leaves everything as it is
         self.inner.found_inf = 1.0 - healthy.float()  # type: ignore[attr-defined]
         self.inner.step()
+
+    def compile(self) -> None:
+        """Nothing: it is one kernel already."""
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()

@@ -18,8 +18,14 @@ from trivium.optim.groups import trainable
 class Average(Protocol):
     """Follows the weights of one model; `tensors` are the averaged weights under the names of the trained ones."""
 
-    def update(self, step: int, healthy: Tensor) -> None:
-        """Follow the weights as they are after update `step`, unless that one was not healthy."""
+    def share(self, step: int) -> float:
+        """How much of the weights goes into the average after update `step`: a function of that alone."""
+
+    def follow(self, share: float | Tensor, healthy: Tensor) -> None:
+        """Take in a share of the weights as they are, unless the update was not healthy."""
+
+    def compile(self) -> None:
+        """Let the compiler make one pass over memory of it."""
 
     def reset(self) -> None:
         """Begin again from the weights as they are now: they were loaded, and no average came with them."""
@@ -72,7 +78,13 @@ AVERAGES: dict[str, type[Averaging]] = {"none": NoAverage, "ema": Ema}
 
 
 class Unaveraged:
-    def update(self, step: int, healthy: Tensor) -> None:
+    def share(self, step: int) -> float:
+        return 0.0
+
+    def follow(self, share: float | Tensor, healthy: Tensor) -> None:
+        """Nothing: there is no average."""
+
+    def compile(self) -> None:
         """Nothing: there is no average."""
 
     def reset(self) -> None:
@@ -95,17 +107,21 @@ class MovingAverage:
         self.options = options
         self.names = {weight.name: weight.parameter for weight in trainable(model)}
         self.shadow = {name: parameter.detach().to(torch.float32, copy=True) for name, parameter in self.names.items()}
+        self.compiled, self._follow = False, _follow
+
+    def share(self, step: int) -> float:
+        return 1 - self.options.remains(step)
 
     @torch.no_grad()
-    def update(self, step: int, healthy: Tensor) -> None:
-        share = 1 - self.options.remains(step)
-        if not share:
+    def follow(self, share: float | Tensor, healthy: Tensor) -> None:
+        if isinstance(share, float) and not share:
             return
-        shadow = [*self.shadow.values()]
-        # not a lerp: its weight would be a number of the host, and `healthy` is known on the device alone
-        moves = torch._foreach_sub([parameter.float() for parameter in self.names.values()], shadow)
-        torch._foreach_mul_(moves, healthy.float() * share)
-        torch._foreach_add_(shadow, moves)
+        if self.compiled and not isinstance(share, Tensor):  # a number would be a constant of the program
+            share = torch.full((), share, device=healthy.device)
+        self._follow([*self.shadow.values()], [*self.names.values()], share, healthy)
+
+    def compile(self) -> None:
+        self.compiled, self._follow = True, torch.compile(_follow, dynamic=False)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -139,6 +155,13 @@ class MovingAverage:
                 )
         for name, tensor in self.shadow.items():
             tensor.copy_(tensors[name])
+
+
+def _follow(shadow: list[Tensor], weights: list[Tensor], share: float | Tensor, healthy: Tensor) -> None:
+    # not a lerp: its weight would be a number of the host, and `healthy` is known on the device alone
+    moves = torch._foreach_sub([weight.float() for weight in weights], shadow)
+    torch._foreach_mul_(moves, healthy.float() * share)
+    torch._foreach_add_(shadow, moves)
 
 
 @torch.no_grad()

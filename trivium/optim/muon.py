@@ -67,22 +67,23 @@ class MuonStepper:
         self.state = State({name: {"momentum": momentum} for name, momentum in self.momenta.items()})
         shapes = dict.fromkeys(parameter.shape for parameter in self.names.values())
         self.groups = [[name for name, p in self.names.items() if p.shape == shape] for shape in shapes]
+        self.compiled, self._move = False, _move
 
     @torch.no_grad()
-    def step(self, factor: float, healthy: Tensor) -> None:
-        rate, mu = self.options.rate * factor, self.options.momentum
-        for group in self.groups:  # as stacks: a dozen kernels for all matrices of a shape, not for each
+    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
+        rate = self.options.rate * factor
+        if self.compiled and not isinstance(rate, Tensor):  # a number would be a constant of the program
+            rate = torch.full((), rate, device=healthy.device)
+        for group in self.groups:
             parameters: list[Tensor] = [self.names[name] for name in group]
             momenta = [self.momenta[name] for name in group]
-            grad_KRC = torch.stack([_gradient(parameter) for parameter in parameters])
-            weight_KRC, held_KRC = torch.stack(parameters), torch.stack(momenta)
-            moved_KRC = held_KRC.lerp(grad_KRC, 1 - mu)
-            update_KRC = orthogonal(grad_KRC.lerp(moved_KRC, mu), self.options.iterations)
-            _, rows, columns = update_KRC.shape
-            size = rate * _scale(self.options.scale, rows, columns)
-            next_KRC = weight_KRC * (1 - rate * self.options.decay) - size * update_KRC
-            torch._foreach_copy_(parameters, torch.where(healthy, next_KRC, weight_KRC).unbind())
-            torch._foreach_copy_(momenta, torch.where(healthy, moved_KRC, held_KRC).unbind())
+            grads = [_gradient(parameter) for parameter in parameters]
+            self._move(self.options, parameters, momenta, grads, rate, healthy, products(grads[0]))
+
+    def compile(self) -> None:
+        # One program for each shape: all that is not a matrix product in a few passes over memory. Without fullgraph:
+        # shapes beyond the compiler's limit of programs (8) are moved by the plain one, and nothing fails.
+        self.compiled, self._move = True, torch.compile(_move, dynamic=False)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()
@@ -91,12 +92,35 @@ class MuonStepper:
         self.state.load(tensors)
 
 
-def orthogonal(matrix_KRC: Tensor, iterations: int) -> Tensor:
+def _move(
+    options: Muon,
+    parameters: list[Tensor],
+    momenta: list[Tensor],
+    grads: list[Tensor],
+    rate: float | Tensor,
+    healthy: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """One step of all matrices of a shape, as a stack: a dozen kernels for all of them, not for each."""
+    grad_KRC, weight_KRC, held_KRC = torch.stack(grads), torch.stack(parameters), torch.stack(momenta)
+    moved_KRC = held_KRC.lerp(grad_KRC, 1 - options.momentum)
+    update_KRC = orthogonal(grad_KRC.lerp(moved_KRC, options.momentum), options.iterations, dtype)
+    _, rows, columns = update_KRC.shape
+    size = rate * _scale(options.scale, rows, columns)
+    next_KRC = weight_KRC * (1 - rate * options.decay) - size * update_KRC
+    torch._foreach_copy_(parameters, torch.where(healthy, next_KRC, weight_KRC).unbind())
+    torch._foreach_copy_(momenta, torch.where(healthy, moved_KRC, held_KRC).unbind())
+
+
+def products(matrix: Tensor) -> torch.dtype:
+    """What Newton-Schulz multiplies in: bfloat16 pays where it has instructions, without them it is 30 times slower."""
+    return torch.bfloat16 if matrix.dtype == torch.float32 and native_bf16(matrix.device) else matrix.dtype
+
+
+def orthogonal(matrix_KRC: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
     """Five Newton-Schulz steps towards the nearest orthogonal matrix: singular values land in about [0.7, 1.2]."""
     rows, columns = matrix_KRC.shape[-2:]
-    # bfloat16 pays where it has instructions; on a CPU without them it is 30 times slower than float32
-    half = matrix_KRC.dtype == torch.float32 and native_bf16(matrix_KRC.device)
-    x = matrix_KRC.to(torch.bfloat16) if half else matrix_KRC
+    x = matrix_KRC.to(dtype)
     x = x.mT if rows > columns else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):

@@ -53,7 +53,7 @@ class SgdStepper:
             self.inner.state[weight.parameter] = {"momentum_buffer": self.state.of[weight.name]["velocity"]}
 
     @torch.no_grad()
-    def step(self, factor: float, healthy: Tensor) -> None:
+    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
         rate = self.options.rate * factor
         decayed: list[Tensor] = [parameter for parameter in self.decayed if parameter.grad is not None]
         if decayed:
@@ -62,6 +62,9 @@ class SgdStepper:
         # the fused kernel's own switch, meant for loss scaling: with 1 here it leaves everything as it is
         self.inner.found_inf = 1.0 - healthy.float()  # type: ignore[attr-defined]
         self.inner.step()
+
+    def compile(self) -> None:
+        """Nothing: it is one kernel already."""
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()

@@ -17,9 +17,13 @@ from trivium.errors import CheckpointError, ConfigError
 
 
 class Optimizer(Protocol):
-    """Moves the weights; `factor` is the schedule's share of each group's peak rate."""
+    """Moves the weights; `factor` is the schedule's share of each group's peak rate, a number or on the device."""
 
-    def step(self, factor: float, healthy: Tensor) -> None: ...
+    def step(self, factor: float | Tensor, healthy: Tensor) -> None: ...
+
+    def compile(self) -> None:
+        """Let the compiler make one program of what is not fused already."""
+
     def tensors(self) -> dict[str, Tensor]: ...
     def load(self, tensors: dict[str, Tensor]) -> None: ...
 
@@ -68,9 +72,13 @@ class Both:
     def __init__(self, first: Optimizer, second: Optimizer) -> None:
         self.pair = (first, second)
 
-    def step(self, factor: float, healthy: Tensor) -> None:
+    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
         for optimizer in self.pair:
             optimizer.step(factor, healthy)
+
+    def compile(self) -> None:
+        for optimizer in self.pair:
+            optimizer.compile()
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: tensor for optimizer in self.pair for name, tensor in optimizer.tensors().items()}

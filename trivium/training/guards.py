@@ -59,7 +59,7 @@ class Soundness:
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         if self.policy == "stop":
             finite = finite & self.sound
-            self.sound = finite
+            self.sound.copy_(finite)  # in place: a recorded step finds it where it was
         return finite
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from trivium.data.batch import Batch
-from trivium.data.bucketing import Examples
 from trivium.data.loader import Ordering
+from trivium.data.packed import Examples
 from trivium.models.transformer import Transformer, load_weights, weights
 from trivium.objectives.objective import Task
 from trivium.optim.averaging import Average

@@ -6,27 +6,30 @@ started again makes the same updates.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trivium.data.batch import Batch
-from trivium.data.bucketing import at_once
-from trivium.data.loader import RowNumbers, share
 from trivium.errors import OutOfMemory
 from trivium.models.transformer import Transformer
 from trivium.objectives.objective import Task
 from trivium.objectives.second import beside, mean
 from trivium.objectives.seq2seq import judgement
+from trivium.training.ahead import Feed, Made, lookahead, number
 from trivium.training.guards import clip, is_out_of_memory
 from trivium.training.job import Job
+from trivium.training.replay import Dials, Replay
+from trivium.training.scaling import Unscaled
 from trivium.training.spikes import past
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -44,58 +47,108 @@ class Update:
     note: str = ""  # a sentence for whoever watches
 
 
-@dataclass(slots=True)
 class Pending:
-    """Updates whose numbers have not been read yet: reading them makes the host wait for the device."""
+    """Updates whose numbers are on their way to the host, copied beside the computation."""
 
-    updates: list[Update] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._coming: deque[tuple[Update, Tensor, torch.cuda.Event | None]] = deque()
 
-    def read(self) -> list[tuple[Update, float, float, bool]]:
-        if not self.updates:
-            return []
-        columns = [torch.stack([u.loss, u.norm.float(), u.allowed.float()]) for u in self.updates]
-        values = torch.stack(columns).tolist()
-        result = [(u, loss, norm, ok > 0) for u, (loss, norm, ok) in zip(self.updates, values, strict=True)]
-        self.updates.clear()
-        return result
+    def add(self, update: Update) -> None:
+        numbers = torch.stack([update.loss, update.norm.float(), update.allowed.float()])
+        event = None
+        if numbers.is_cuda:
+            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._coming.append((update, numbers, event))
 
-
-def updates(job: Job) -> Iterator[Update]:
-    """Train step by step until the budget is spent."""
-    recipe = job.recipe
-    while job.step < job.total:
-        job.cursor = past(job.skipped, job.cursor, job.order.size)
-        numbers = job.order.batch(job.cursor)
-        scale = job.scaler.scale
-        loss, count, note = fitted(job, numbers)
-        job.scaler.reduce(job.model.parameters())
-        norm = clip(job.model.parameters(), recipe.clip)
-        factor = recipe.schedule.factor(job.step + 1 - job.overflows, job.total)
-        overflow = job.scaler.overflowed(loss, norm)
-        if overflow:
-            allowed = torch.zeros_like(job.soundness.sound)
-            job.overflows += 1
-        else:
-            allowed = job.soundness.allow(loss, norm)
-            job.optimizer.step(factor, allowed)
-            job.average.update(job.step + 1 - job.overflows, allowed)
-        job.model.zero_grad(set_to_none=True)
-        job.step += 1
-        job.cursor += job.order.size
-        job.tokens += count
-        rate = recipe.optim.rate * factor
-        yield Update(job.step, loss, norm, allowed, rate, count, scale, overflow, note)
+    def read(self, behind: int = 0) -> list[tuple[Update, float, float, bool]]:
+        """All that have arrived, in order; the host waits for those that are older than the last `behind`."""
+        found: list[tuple[Update, float, float, bool]] = []
+        while self._coming and (len(self._coming) > behind or _arrived(*self._coming[0][1:], bool(found))):
+            update, numbers, event = self._coming.popleft()
+            if event is not None:
+                event.synchronize()
+            loss, norm, ok = numbers.tolist()
+            found.append((update, loss, norm, ok > 0))
+        return found
 
 
-def fitted(job: Job, numbers: RowNumbers) -> tuple[Tensor, int, str]:
-    """The gradients of a batch, from fewer rows at a time if memory runs out and the recipe leaves that open.
+def _arrived(numbers: Tensor, event: torch.cuda.Event | None, waited: bool) -> bool:
+    """Whether reading costs no wait: without events (mps) only after one, in which the device has done all it had."""
+    if event is not None:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+    return waited or numbers.is_cpu
 
-    Gives the mean loss, the number of labels, and a sentence if `job.micro` was halved.
+
+def updates(job: Job, ahead: int | None = None) -> Iterator[Update]:
+    """Train step by step until the budget is spent; `ahead` batches are made before their step has come."""
+    replay = None
+    if job.recipe.compile == "graphs" and isinstance(job.scaler, Unscaled):  # fp16 decides on the host what follows
+        replay = Replay(job.model.device, lambda parts, dials: advance(job, parts, dials))
+    with Feed(job, lookahead(job.model.device) if ahead is None else ahead) as feed:
+        while job.step < job.total:
+            job.cursor = past(job.skipped, job.cursor, job.order.size)
+            yield _update(job, feed, replay)
+
+
+def _update(job: Job, feed: Feed, replay: Replay | None) -> Update:
+    """One step."""
+    recipe, scale, done = job.recipe, job.scaler.scale, job.step + 1 - job.overflows
+    factor, follow = recipe.schedule.factor(done, job.total), job.average.share(done)
+
+    def attempt(made: Made) -> tuple[Tensor, Callable[[], tuple[bool, Tensor, Tensor]]]:
+        """The loss with the gradients in the model, and what moves the weights; a recorded step has done both."""
+        dials = Dials(made.counts, factor, follow)
+        torch.manual_seed(number(recipe.seed, job.step))  # dropout
+        if replay is not None:
+            dials = replay.on_device(dials)
+            if (played := replay.recorded(made, dials)) is not None:
+                return played[0], lambda: (False, *played[1:])
+        loss = gradients(job, [part.to(job.model.device) for part in made.parts], dials)
+        return loss, lambda: move(job, loss, dials)
+
+    (loss, finish), made, note = fitted(job, feed, attempt, replay)
+    overflow, norm, allowed = finish()
+    job.overflows += overflow
+    job.step += 1
+    job.cursor += job.order.size
+    job.tokens += made.labels
+    return Update(job.step, loss, norm, allowed, recipe.optim.rate * factor, made.labels, scale, overflow, note)
+
+
+def advance(job: Job, parts: list[Batch], dials: Dials) -> tuple[Tensor, Tensor, Tensor]:
+    """A step on batches that are on the device already: loss, gradient norm, and whether the update was allowed."""
+    loss = gradients(job, parts, dials)
+    _, norm, allowed = move(job, loss, dials)
+    return loss, norm, allowed
+
+
+def move(job: Job, loss: Tensor, dials: Dials) -> tuple[bool, Tensor, Tensor]:
+    """Move the weights by their gradients: whether fp16 overflowed, the gradient norm, whether it was allowed."""
+    job.scaler.reduce(job.model.parameters())
+    norm = clip(job.model.parameters(), job.recipe.clip)
+    overflow = job.scaler.overflowed(loss, norm)
+    if overflow:
+        allowed = torch.zeros_like(job.soundness.sound)
+    else:
+        allowed = job.soundness.allow(loss, norm)
+        job.optimizer.step(dials.factor, allowed)
+        job.average.follow(dials.follow, allowed)
+    job.model.zero_grad(set_to_none=True)
+    return overflow, norm, allowed
+
+
+def fitted(job: Job, feed: Feed, attempt: Callable[[Made], T], replay: Replay | None = None) -> tuple[T, Made, str]:
+    """What `attempt` makes of a batch, of fewer rows at a time if memory runs out and the recipe leaves that open.
+
+    Gives that, the batch, and a sentence if `job.micro` was halved.
     """
     note = ""
     while True:
         try:
-            return *gradients(job, numbers), note
+            made = feed.take()
+            return attempt(made), made, note
         except Exception as error:
             if not is_out_of_memory(error) or job.recipe.batch.micro:
                 raise
@@ -106,6 +159,8 @@ def fitted(job: Job, numbers: RowNumbers) -> tuple[Tensor, int, str]:
                 ) from error
         # outside the handler: the traceback keeps alive what filled the memory
         job.model.zero_grad(set_to_none=True)
+        if replay is not None:
+            replay.forget()
         if job.model.device.type == "cuda":
             torch.cuda.empty_cache()
         job.micro = -(-job.micro // 2)
@@ -113,20 +168,16 @@ def fitted(job: Job, numbers: RowNumbers) -> tuple[Tensor, int, str]:
         note = f"out of memory at step {job.step + 1}: from here on {less}"
 
 
-def gradients(job: Job, numbers: RowNumbers) -> tuple[Tensor, int]:
-    """Leave the gradients of these rows in the model; the mean loss over their labels, and how many there are."""
-    device = job.model.device
+def gradients(job: Job, parts: Sequence[Batch], dials: Dials) -> Tensor:
+    """Leave the gradients of these batches in the model; the mean loss over the labels of all of them."""
     job.model.train()
-    rng = seeded(job.recipe.seed, job.step)
-    parts = share(numbers, rank=0, world=1, micro=at_once(job.order, numbers, job.micro))
-    batches = [job.task.inputs(job.rows.take(part), rng) for part in parts]
-    counts = [sum(batch.count for batch in batches), sum(batch.second for batch in batches)]
-    loss = torch.zeros((), device=device)
-    for batch in batches:
-        part = mean(job.compute(batch.to(device)), counts)
+    loss = torch.zeros((), device=job.model.device)
+    for batch in parts:
+        sums = job.compute(batch)
+        part = mean(sums, dials.counts)
         job.scaler.enlarged(part).backward()  # type: ignore[no-untyped-call]
         loss += part.detach()
-    return loss, counts[0]
+    return loss
 
 
 def computation(
@@ -154,11 +205,3 @@ def computation(
             return function(batch.inputs, batch.targets)
 
     return compute
-
-
-def seeded(seed: int, step: int) -> np.random.Generator:
-    """Seed torch (dropout) and return a generator (masking), both functions of (seed, step) alone."""
-    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "big")
-    torch.manual_seed(number)
-    return np.random.default_rng(number)

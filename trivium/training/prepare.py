@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +17,32 @@ import torch
 
 from trivium import config as settings
 from trivium.data import shards as data
-from trivium.data.bucketing import Buckets, Examples, Pairs
+from trivium.data.bucketing import Buckets, Pairs
 from trivium.data.loader import Order, Ordering
 from trivium.data.mixing import ordering, training_rows
+from trivium.data.packed import Examples, PackedPairs
 from trivium.data.packing import Rows
 from trivium.data.pairs import build as build_shards
 from trivium.data.pairs import paired, training_files, training_texts
-from trivium.data.shards import Shards
-from trivium.errors import CheckpointError, ConfigError, DataError
-from trivium.files import remove, temporary, write_synced
+from trivium.data.shards import Shards, Stream
+from trivium.errors import CheckpointError, ConfigError
+from trivium.files import write_synced
 from trivium.models.transformer import build, with_vocab
 from trivium.objectives.masked import Masked
 from trivium.objectives.objective import Task
 from trivium.objectives.seq2seq import Seq2Seq
+from trivium.parts.linear import narrowed
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
 from trivium.training.calibrate import rows_that_fit, steps_for
-from trivium.training.device import autocast, environment, keep_compiled, keep_memory, repeatable, settle
+from trivium.training.device import autocast, current, environment, keep_compiled, keep_memory, repeatable, settle
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import computation
 from trivium.training.recipe import Recipe
 from trivium.training.scaling import scaler
+from trivium.training.scratch import prepared
 from trivium.training.validate import validate
 
 Say = Callable[[str], None]
@@ -57,15 +58,28 @@ class Ground:
     tokenizer: Tokenizer
     shards: Shards
     task: Task
+    # Packing takes a while: pairs are made once, when they are first asked for, also for all that `replace` makes.
+    _made: dict[tuple[object, ...], Pairs | PackedPairs] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def train(self) -> Examples:
-        stream, length = self.shards.train, self.task.length
-        return Pairs(stream, length) if paired(self.shards) else training_rows(stream, length, self.recipe.data)
+        stream = self.shards.train
+        if paired(self.shards):
+            return self._pairs("train", stream, self.recipe.seed)
+        return training_rows(stream, self.task.length, self.recipe.data)
 
     @property
     def valid(self) -> Examples:
-        return (Pairs if paired(self.shards) else Rows)(self.shards.valid, self.task.length)
+        stream = self.shards.valid
+        return self._pairs("valid", stream, 0) if paired(self.shards) else Rows(stream, self.task.length)
+
+    def _pairs(self, split: str, stream: Stream, seed: int) -> Pairs | PackedPairs:
+        length, width = self.task.length, self.recipe.data.pack
+        key = (split, length, width, seed)
+        if key not in self._made:
+            pairs = Pairs(stream, length)
+            self._made[key] = PackedPairs(pairs, width, seed) if width and len(pairs) else pairs
+        return self._made[key]
 
     @property
     def identity(self) -> str:
@@ -73,6 +87,8 @@ class Ground:
         fixed = settings.flat(self.recipe)
         prefixes = ("model.", "objective.", "optim.kind", "average.kind", "data.weights", "data.shift")
         kept = {key: value for key, value in fixed.items() if key.startswith(prefixes)}
+        if self.recipe.data.pack:  # only then: runs from before there was such a key go on
+            kept["data.pack"] = self.recipe.data.pack
         batch = self.recipe.batch
         content = {**kept, "seed": self.recipe.seed, batch.unit: batch.size, "data": self.shards.digest}
         return settings.hashed({**content, "sources": list(self.shards.train.sources)})
@@ -108,7 +124,7 @@ def lay(
     else:
         say(f"the shards in {built} bring their own tokenizer and validation text")
         recipe = replace(recipe, tokenizer=File(path=str(built / "tokenizer.json")))
-    with _scratch(folder) as scratch:
+    with prepared(folder) as scratch:
         tokenizer, shards = _text(recipe, scratch, say, tick)
         recipe = start.with_specials(recipe, tokenizer, say=say)
         recipe = replace(recipe, model=with_vocab(recipe.model, tokenizer.size))
@@ -159,12 +175,14 @@ def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
     recipe = ground.recipe
     device = torch.device(recipe.device)
     torch.set_num_threads(recipe.threads)
+    current(device)
     keep_memory(device)
     repeatable(recipe)
-    if recipe.compile == "on":
+    if recipe.compile != "off":
         keep_compiled(ground.folder.parent)
     model = build(recipe.model, seed=recipe.seed, device=device)
     model.recompute = recipe.recompute == "blocks"
+    narrowed(model, recipe.precision == "fp8")
     rows = ground.train
     made = Job(
         recipe=recipe,
@@ -176,10 +194,13 @@ def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
         rows=rows,
         order=_order(recipe, rows),
         soundness=Soundness(recipe.nonfinite, device),
-        compute=computation(model, ground.task, autocast(recipe), recipe.compile == "on", isinstance(rows, Pairs)),
+        compute=computation(model, ground.task, autocast(recipe), recipe.compile != "off", isinstance(rows, Pairs)),
         total=total,
         micro=recipe.micro,
     )
+    if recipe.compile == "graphs":
+        made.optimizer.compile()
+        made.average.compile()
     if begin:
         start.begin(made)
     return made
@@ -274,7 +295,7 @@ def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float
     wanted = min(len(rows), recipe.evaluate.rows or len(rows))
     tokens = int(rows.sizes.max(axis=1).mean()) if isinstance(rows, Pairs) and recipe.batch.tokens else 1
     part = min(wanted, max(1, 4 * trial.micro // tokens))
-    if recipe.compile == "on":  # once before the clock runs: a model in evaluation is another program to compile
+    if recipe.compile != "off":  # once before the clock runs: a model in evaluation is another program to compile
         validate(trial, rows, limit=part)
     before = clock()
     validate(trial, rows, limit=part)
@@ -288,6 +309,10 @@ def _check_form(recipe: Recipe, *, pairs: bool) -> None:
         raise ConfigError("objective: pairs are learned with objective=seq2seq; set it, or name text in data.paths")
     if asks and not pairs:
         raise ConfigError("data: objective=seq2seq learns from pairs; set data.source and data.target, or data.pairs")
+    if recipe.data.pack and not pairs:
+        raise ConfigError("data.pack: text fills its rows anyway, only pairs are packed; leave it out")
+    if recipe.data.pack and recipe.batch.tokens:
+        raise ConfigError("batch.tokens: packed pairs fill rows of one length; set batch.rows instead")
     if recipe.batch.tokens and not pairs:
         raise ConfigError("batch.tokens: rows of text are all of one length; set batch.rows instead")
     if recipe.data.shift != "none" and (
@@ -301,6 +326,8 @@ def _order(recipe: Recipe, rows: Examples) -> Ordering:
     batch, seed = recipe.batch, recipe.seed
     if isinstance(rows, Rows):
         return ordering(rows, recipe.data.weights, batch.rows, seed)
+    if isinstance(rows, PackedPairs):
+        return Order(len(rows), batch.rows, seed, shifts=rows.shifts, apart=len(rows))
     assert isinstance(recipe.objective, Seq2Seq)
     if batch.tokens:
         return Buckets(rows.sizes, batch.tokens, seed, size=batch.rows, align=recipe.objective.align)
@@ -326,54 +353,19 @@ def _try_batches(ground: Ground) -> None:
 def _about_pairs(ground: Ground) -> Iterator[str]:
     """What somebody who trains on pairs should know; a split of which no pair fits the model is refused."""
     for name, rows in (("training", ground.train), ("validation", ground.valid)):
-        if not isinstance(rows, Pairs):
+        if isinstance(rows, Rows):
             return
         if rows.too_long and not len(rows):
             raise ConfigError(f"model.context: no {name} pair has both sides within {rows.length} tokens; raise it")
         if rows.too_long:
             left = f"{name} pairs with a side of more than {rows.length} tokens, which are left out: {rows.too_long:,}"
-            yield f"{left} of {rows.too_long + len(rows):,} (model.context)"
-    order = _order(ground.recipe, ground.train)
+            kept = len(rows.pairs) if isinstance(rows, PackedPairs) else len(rows)
+            yield f"{left} of {rows.too_long + kept:,} (model.context)"
+    rows = ground.train
+    order = _order(ground.recipe, rows)
     if isinstance(order, Buckets):
-        pairs = f"{len(ground.train):,} pairs make {len(order):,} batches an epoch"
+        pairs = f"{len(rows):,} pairs make {len(order):,} batches an epoch"
         yield f"{pairs}; {order.padding:.1%} of them is padding"
-
-
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder` to prepare it in; removed unless it was renamed into place."""
-    made = [parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()]
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder.parent} cannot be made: {error.strerror}") from None
-    _sweep(folder)
-    scratch = temporary(folder)
-    scratch.mkdir()
-    try:
-        yield scratch
-    finally:
-        if scratch.exists():
-            remove(scratch)
-            for parent in made:  # nothing is left behind: not even the folder of runs
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes were still preparing under this name."""
-    pattern = re.compile(rf"\.tmp-{re.escape(folder.name)}-(\d+)")
-    for path in folder.parent.iterdir():
-        found = pattern.fullmatch(path.name)
-        if found and not _alive(int(found[1])):
-            remove(path)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process != os.getpid()
+    if isinstance(rows, PackedPairs):
+        pairs = f"{len(rows.pairs):,} pairs fill {len(rows):,} rows of {sum(rows.widths)} tokens"
+        yield f"{pairs}; {rows.padding:.1%} of them is padding"

@@ -30,6 +30,10 @@ from trivium.training.rollback import History, replay
 from trivium.training.spikes import Alarm, Detector, Rollback
 from trivium.training.validate import validate
 
+# Steps that a GPU may still be working on while the host prepares the next: it never waits, and a spike, which takes
+# three steps to be one, is found in five.
+_BEHIND = 2
+
 
 class Session:
     """One sitting of a run; `events` trains until the budget is spent or somebody stops it."""
@@ -84,27 +88,26 @@ class Session:
         recipe, total = self.recipe, job.total
         yield from self._owed(job)
         started, pending = self.clock() - self.seconds, Pending()
-        mark = (self.clock(), job.tokens)
+        mark = (self.clock(), job.tokens, job.step)
         for update in updates(job):
             with contextlib.suppress(OSError):  # a finished run that goes on has no model yet
                 (self.folder / bundle.CARD).unlink(missing_ok=True)
             step, stopping = update.step, signals.received
-            pending.updates.append(update)
+            pending.add(update)
             if update.note:
                 self.notes.append(update.note)
             validating, sampling = self._due(step, total)
             saving = due(recipe.checkpoint.every, step, total)
             again = self.saves.due(step)
-            recording = step % recipe.log == 0 or validating or saving or again or sampling or stopping > 0
+            settling = validating or saving or again or sampling or stopping > 0
             self.score = None
-            if recording or step % self._look(job) == 0:
-                self.seconds = self.clock() - started
-                alarm = self._read(pending)
-                if alarm is not None:
-                    return alarm
-            if recording:
+            self.seconds = self.clock() - started
+            alarm = self._read(pending, 0 if settling else _BEHIND)
+            if alarm is not None:
+                return alarm
+            if settling or step % recipe.log == 0:
                 yield from self._log(job, mark)
-                mark = (self.clock(), job.tokens)
+                mark = (self.clock(), job.tokens, job.step)
             working = self.clock()
             if validating and not stopping:
                 yield self._validate(job)
@@ -115,14 +118,8 @@ class Session:
                 yield from self._save(job, now=saving or stopping > 0)
             if stopping:
                 raise Interrupted(self._stopped(job), 128 + stopping)
-            mark = (mark[0] + self.clock() - working, mark[1])  # what is not training does not count as slow
+            mark = (mark[0] + self.clock() - working, *mark[1:])  # what is not training does not count as slow
         return None
-
-    def _look(self, job: Job) -> int:
-        """Steps between two looks at the numbers: a spike is found in 5 steps, and a GPU does not wait at each."""
-        if not self.watching:
-            return self.recipe.log
-        return 1 if job.model.device.type == "cpu" else 3
 
     def _due(self, step: int, total: int) -> tuple[bool, bool]:
         """Whether validation and a sample follow this step."""
@@ -142,9 +139,11 @@ class Session:
         if sampling and job.step not in {row.get("step") for row in self.record.samples.rows()}:
             yield self._sample(job)
 
-    def _read(self, pending: Pending) -> Alarm | None:
-        """Read the numbers of the last steps off the device and judge them; a bad one may end the run."""
-        fresh = pending.read()
+    def _read(self, pending: Pending, behind: int) -> Alarm | None:
+        """Judge the numbers that have come from the device, waiting for all but the last `behind`; a bad one may end
+        the run.
+        """
+        fresh = pending.read(behind)
         self.known += fresh
         for update, loss, norm, ok in fresh:
             sound = ok or update.overflow
@@ -182,7 +181,7 @@ class Session:
         )
         return known
 
-    def _log(self, job: Job, mark: tuple[float, int]) -> Iterator[Event]:
+    def _log(self, job: Job, mark: tuple[float, int, int]) -> Iterator[Event]:
         """Write down the last steps and tell how it goes."""
         known = self._write_down()
         self.lines.attempt(job.step, self.record.flush)
@@ -193,7 +192,7 @@ class Session:
         if good:
             elapsed = max(1e-9, self.clock() - mark[0])
             speed = (job.tokens - mark[1]) / elapsed
-            left = (job.total - job.step) * elapsed / len(known)
+            left = (job.total - job.step) * elapsed / (job.step - mark[2])
             loss = sum(loss for loss, _ in good) / len(good)
             yield Progress(job.step, job.total, loss, good[-1][1], known[-1][0].rate, speed, left)
 

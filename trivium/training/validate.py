@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from trivium.data.bucketing import Buckets, Examples, Pairs
+from trivium.data.bucketing import Buckets, Pairs
 from trivium.data.loader import RowNumbers
+from trivium.data.packed import Examples
 from trivium.objectives.causal import Causal
 from trivium.objectives.second import mean
 from trivium.training.job import Job

@@ -1,0 +1,196 @@
+"""Steps that are recorded and played back; what only a GPU shows is in test_cuda.py."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.conftest import FAMILIES, laid
+from tests.training.test_pairs import files, paired  # noqa: F401
+from trivium.data.batch import Batch
+from trivium.errors import ConfigError
+from trivium.models.transformer import weights
+from trivium.optim.optimizers import OPTIMIZERS
+from trivium.training import prepare
+from trivium.training.ahead import Feed
+from trivium.training.job import Job
+from trivium.training.loop import Update, _update, advance, updates
+from trivium.training.recipe import Recipe
+from trivium.training.replay import WARM, Outcome, Replay, captured
+
+Make = Callable[..., Recipe]
+
+
+class Tape:
+    """Records like a GPU: nothing is done while recording, and every play reads and writes the same memory."""
+
+    def __init__(self) -> None:
+        self.recorded = self.played = 0
+
+    def record(self, step: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        self.recorded += 1
+        places = torch.zeros(()), torch.zeros(()), torch.zeros((), dtype=torch.bool)
+
+        def play() -> None:
+            self.played += 1
+            for place, value in zip(places, step(), strict=True):
+                place.copy_(value)
+
+        return places, play
+
+
+def steps(job: Job, number: int, tape: Tape | None) -> list[Update]:
+    record = (lambda _: pytest.fail("recorded")) if tape is None else tape.record
+    replay = Replay(torch.device("cpu"), lambda parts, dials: advance(job, parts, dials), record)
+    if tape is None:
+        replay.recorded = lambda made, dials: None  # type: ignore[method-assign]
+    with Feed(job, 0) as feed:
+        return [_update(job, feed, replay) for _ in range(number)]
+
+
+def numbers(made: list[Update]) -> list[tuple[float, float, bool, int]]:
+    return [(float(update.loss), float(update.norm), bool(update.allowed), update.count) for update in made]
+
+
+def same(one: Job, other: Job) -> bool:
+    return all(torch.equal(tensor, weights(other.model)[name]) for name, tensor in weights(one.model).items())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_is_the_same_recorded_or_not(small: Make, tmp_path: Path, kind: str, optimizer: str) -> None:
+    """Dropout, masks, accumulation, averages and falling rates included, to the last bit."""
+    ground = laid(small(kind, average="ema", optim=optimizer), tmp_path)
+    plain, played = prepare.job(ground, 20), prepare.job(ground, 20)
+    tape = Tape()
+    assert numbers(steps(played, 12, tape)) == numbers(steps(plain, 12, None))
+    assert tape.recorded == 1
+    assert 0 < tape.played <= 12 - WARM
+    assert same(plain, played)
+    averages = plain.average.tensors(), played.average.tensors()
+    assert all(torch.equal(tensor, averages[1][name]) for name, tensor in averages[0].items())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_numbers_on_the_device_give_what_numbers_of_the_host_give(small: Make, tmp_path: Path, optimizer: str) -> None:
+    ground = laid(small(average="ema", optim=optimizer), tmp_path)
+    usual, other = prepare.job(ground, 20), prepare.job(ground, 20)
+    wanted = [float(update.loss) for update in islice(updates(usual), 12)]
+    assert [float(update.loss) for update in steps(other, 12, None)] == pytest.approx(wanted, rel=1e-5)
+    assert len(set(wanted)) == 12
+
+
+def test_other_shapes_are_not_played(paired: Make, tmp_path: Path) -> None:  # noqa: F811
+    ground = laid(paired(**{"batch.micro": 0}), tmp_path)
+    plain, played = prepare.job(ground, 60), prepare.job(ground, 60)
+    tape = Tape()
+    assert numbers(steps(played, 60, tape)) == numbers(steps(plain, 60, None))
+    assert tape.recorded <= 1
+    assert tape.played < 30
+    assert same(plain, played)
+
+
+def test_a_step_that_is_not_finite_moves_nothing_and_none_does_after_it(small: Make, tmp_path: Path) -> None:
+    """`stop` remembers across plays what it has seen."""
+    job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 20)
+    inner, bad = job.compute, torch.tensor(1.0)
+
+    def compute(batch: Any) -> torch.Tensor:
+        return inner(batch) * bad
+
+    job.compute = compute
+    tape = Tape()
+    replay = Replay(torch.device("cpu"), lambda parts, dials: advance(job, parts, dials), tape.record)
+    with Feed(job, 0) as feed:
+        good = [_update(job, feed, replay) for _ in range(WARM + 2)]
+        held = {name: tensor.clone() for name, tensor in weights(job.model).items()}
+        bad.fill_(torch.nan)
+        ill = [_update(job, feed, replay)]
+        bad.fill_(1.0)
+        ill.append(_update(job, feed, replay))
+    assert tape.played == 4
+    assert [bool(update.allowed) for update in good + ill] == [True] * (WARM + 2) + [False, False]
+    assert all(torch.equal(tensor, held[name]) for name, tensor in weights(job.model).items())
+
+
+class Full(Tape):
+    """A tape on a device whose memory is full at one step, in the recording of it or in the step itself."""
+
+    def __init__(self, job: Job, ends: int, where: str) -> None:
+        super().__init__()
+        self.job, self.ends, self.where = job, ends, where
+        self.inner, job.compute = job.compute, self.compute
+
+    def record(self, step: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        if self.where == "recording":
+            self.run_out()
+        outcome, play = super().record(step)
+        self.held = weakref.ref(play)
+        return outcome, play
+
+    def compute(self, batch: Batch) -> torch.Tensor:
+        if self.where == "step":
+            self.run_out()
+        return self.inner(batch)
+
+    def run_out(self) -> None:
+        if self.ends == self.job.step:
+            self.ends = -1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+# played are all but the first steps of both shapes, and once more the step that failed in being played
+@pytest.mark.parametrize(
+    ("where", "ends", "recorded", "played"),
+    [("recording", WARM, 1, 20 - 2 * WARM), ("step", WARM + 3, 2, 20 - 2 * WARM + 1), ("step", 1, 1, 20 - 1 - WARM)],
+)
+def test_after_memory_ran_out_fewer_rows_at_a_time_are_recorded(
+    small: Make, tmp_path: Path, where: str, ends: int, recorded: int, played: int
+) -> None:
+    ground = laid(small(**{"batch.micro": 0}), tmp_path)
+    plain, job = prepare.job(ground, 30), prepare.job(ground, 30)
+    expected, full = Full(plain, ends, "step"), Full(job, ends, where)
+    assert numbers(steps(job, 20, full)) == numbers(steps(plain, 20, None))
+    assert expected.ends == full.ends == -1
+    assert full.recorded == recorded
+    assert full.played == played
+    assert same(plain, job)
+
+
+def test_memory_that_ran_out_is_given_back(small: Make, tmp_path: Path) -> None:
+    """Where the step then fails is after the recording is gone, which held the memory of a whole step."""
+    job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 30)
+    full = Full(job, WARM + 3, "step")
+    replay = Replay(torch.device("cpu"), lambda parts, dials: advance(job, parts, dials), full.record)
+    with Feed(job, 0) as feed:
+        for _ in range(WARM + 3):
+            _update(job, feed, replay)
+        assert full.held() is not None
+        assert _update(job, feed, replay).note
+    assert full.held() is None
+
+
+def test_what_cannot_be_recorded_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+
+    def ends(error: Exception) -> Callable[[], Outcome]:
+        def step() -> Outcome:
+            raise error
+
+        return step
+
+    with pytest.raises(ConfigError, match=r"cannot be a CUDA graph \(no capture\); set compile=on"):
+        captured(ends(RuntimeError("no capture")))
+    with pytest.raises(torch.OutOfMemoryError):  # which halves the rows at a time, as it always does
+        captured(ends(torch.OutOfMemoryError("CUDA out of memory")))

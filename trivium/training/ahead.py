@@ -1,0 +1,102 @@
+"""The batches of coming steps, made by a thread while the device works on an earlier one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from trivium.data.batch import Batch
+from trivium.data.bucketing import at_once
+from trivium.data.loader import share
+from trivium.training.device import current
+from trivium.training.job import Job
+from trivium.training.spikes import past
+
+AHEAD = 2  # batches on a GPU; a CPU has no time to spare beside the step itself
+
+Moment = tuple[int, int, int]  # step, cursor and micro: what a batch is a function of, beside the seed
+
+
+class Made(NamedTuple):
+    """The micro-batches of a step, and what their losses are divided by."""
+
+    parts: list[Batch]
+    labels: int  # that count, in all of them
+    counts: tuple[int, int]  # the same and those of a second head, at least 1
+
+
+class Feed:
+    """`with Feed(job, ahead) as feed:` — the batch of the job's step, and `ahead` more in the making.
+
+    What was made for another cursor than the job then has, or for another micro-batch, is thrown away: a rollback or
+    memory that ran out needs no word to the feed. Without `ahead` there is no thread.
+    """
+
+    def __init__(self, job: Job, ahead: int) -> None:
+        self.job = job
+        self.ahead = ahead
+        self._pool = ThreadPoolExecutor(1, "batches", current, (job.model.device,)) if ahead else None
+        self._coming: dict[Moment, Future[Made]] = {}
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def take(self) -> Made:
+        """What the job's step sees; an error in the making is raised here, when its step has come."""
+        job = self.job
+        if self._pool is None:
+            return made(job, (job.step, job.cursor, job.micro))
+        wanted = [*islice(_moments(job), self.ahead + 1)]
+        for moment in [*self._coming]:
+            if moment not in wanted:
+                self._coming.pop(moment).cancel()
+        for moment in wanted:
+            if moment not in self._coming:
+                self._coming[moment] = self._pool.submit(made, job, moment)
+        return self._coming.pop(wanted[0]).result()
+
+
+def made(job: Job, moment: Moment) -> Made:
+    """The batches of a step, ready to go to the job's device."""
+    step, cursor, micro = moment
+    rng = np.random.default_rng(number(job.recipe.seed, step))
+    rows = job.order.batch(cursor)
+    parts = share(rows, rank=0, world=1, micro=at_once(job.order, rows, micro))
+    batches = [job.task.inputs(job.rows.take(part), rng) for part in parts]
+    labels, second = sum(batch.count for batch in batches), sum(batch.second for batch in batches)
+    if job.model.device.type == "cuda":
+        batches = [batch.pinned() for batch in batches]
+    # never an average of averages: the counts are those of the whole step, not of one of its batches
+    return Made(batches, labels, (max(1, labels), max(1, second)))
+
+
+def number(seed: int, step: int) -> int:
+    """What seeds all that is random in a step: a function of (seed, step) alone."""
+    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def lookahead(device: torch.device) -> int:
+    """How many batches are made ahead for this device."""
+    return 0 if device.type == "cpu" else AHEAD
+
+
+def _moments(job: Job) -> Iterator[Moment]:
+    """The job's own moment and those that follow if nothing comes in between."""
+    cursor = job.cursor
+    for step in range(job.step, job.total):
+        yield step, cursor, job.micro
+        cursor = past(job.skipped, cursor + job.order.size, job.order.size)
