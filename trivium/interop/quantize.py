@@ -14,7 +14,7 @@ from trivium.errors import RequestError
 from trivium.interop.foreign import Tick
 from trivium.models.transformer import Transformer, weights
 from trivium.parts import quantized
-from trivium.parts.quantized import Bits, QuantizedLinear
+from trivium.parts.quantized import Bits, QuantizedLinear, TiedLinear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Report:
     bits: Bits
     before: int  # as floats
     after: int  # in a file
-    memory: int  # in use: embeddings are floats there
+    memory: int  # in use: embeddings are floats there, with levels beside them where they are the output matrix too
     quantized: tuple[str, ...]  # the layers that have levels now
     kept: tuple[str, ...]  # the tensors that stay floats in a file too: gains, biases, positions
 
@@ -56,12 +56,12 @@ def quantize(module: Transformer, bits: int, *, tick: Tick = lambda what, done, 
         saved += table.nbytes - packed.levels.nbytes - packed.scales.nbytes
     tick("quantise", len(old), len(old))
     floats = (name for name, tensor in weights(module).items() if tensor.is_floating_point() and name not in tables)
-    memory = _size(module)
+    size = _size(module)
     return Report(
         bits=wanted,
         before=before,
-        after=memory - saved,
-        memory=memory,
+        after=size - saved,
+        memory=size + sum(part.size() for part in module.modules() if isinstance(part, TiedLinear)),
         quantized=tuple(old),
         kept=tuple(name for name in floats if not name.endswith(".scales")),
     )

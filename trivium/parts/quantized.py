@@ -1,4 +1,8 @@
-"""Linear layers whose weights are 8- or 4-bit levels with a scale per group of inputs, made whole as they are used."""
+"""Linear layers whose weights are 8- or 4-bit levels with a scale per group of inputs.
+
+A few rows at a time, as in decoding, are multiplied with the levels as they are; for more the matrix is made whole,
+some of its rows at a time.
+"""
 
 # O outputs, I inputs, P inputs filled up to whole groups, G groups, R rows at a time
 
@@ -12,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.parts.attention import MultiHeadAttention
+from trivium.parts.kernels import levels as kernel
 from trivium.parts.linear import Linear, product
 
 Bits = Literal[8, 4]
@@ -23,6 +28,8 @@ GROUP: dict[Bits, int] = {8: 64, 4: 32}
 LEVELS: dict[Bits, torch.dtype] = {8: torch.int8, 4: torch.uint8}
 TABLE: Bits = 8  # of the embeddings in a file, whatever the rest has
 _CHUNK = 1 << 20  # weights that are floats at one time on the CPU: 4 MB
+# Rows up to which the kernel is faster than floats made for the occasion (AVX-512, 768 x 2304 and 3072 x 768).
+_FEW = 16
 
 
 class Packed(NamedTuple):
@@ -124,6 +131,9 @@ class QuantizedLinear(nn.Module):
         self.bias: nn.Parameter | None = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        few = _few(x, Packed(self.levels, self.scales), self.bias)
+        if few is not None:
+            return few
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.linear(x, self.dense().to(x.dtype), self.bias)
         parts = [
@@ -145,16 +155,78 @@ class QuantizedLinear(nn.Module):
         self.levels.data, self.scales.data = packed.levels, packed.scales
 
 
+@final
+class TiedLinear(nn.Module):
+    """A `Linear` whose matrix is a table of vectors, which stays as it is: levels of it are kept beside, for decoding.
+
+    They are made when they are first wanted. In a quantised model they say exactly what the table says.
+    """
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.role, self.head = linear.role, linear.head
+        self.weight, self.bias = linear.weight, linear.bias
+        self._copy: Packed | None = None
+        self._made = (0, -1)  # of which storage and version
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _wanted(x, self.in_features):
+            few = _few(x, self._levels(), self.bias)
+            if few is not None:
+                return few
+        return product(x, self.weight, self.bias)
+
+    def _levels(self) -> Packed:
+        # weights of inference mode have no version
+        now = (self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version)
+        if self._copy is None or self._made != now:
+            self._copy, self._made = pack(self.weight, TABLE), now
+        return self._copy
+
+    def size(self) -> int:
+        """How many bytes the levels take beside the table."""
+        return sum(tensor.nbytes for tensor in blank(self.weight.shape, TABLE, torch.device("meta")))
+
+
+def _wanted(x: Tensor, inputs: int) -> bool:
+    """Whether a product with the levels themselves is the fastest, and there is a kernel for it."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype != torch.float64
+        and 0 < x.numel() <= _FEW * inputs
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch.is_grad_enabled() and x.requires_grad)
+        and kernel.product() is not None
+    )
+
+
+def _few(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
+    """The product of a few rows with the levels themselves; None where that is not the way."""
+    levels, scales = packed
+    multiply = kernel.product() if _wanted(x, x.shape[-1]) else None
+    if multiply is None or levels.device.type != "cpu" or scales.dtype != torch.bfloat16:
+        return None
+    extra = scales.shape[1] * GROUP[bits_of(levels)] - x.shape[-1]
+    x_RP = x.reshape(-1, x.shape[-1]).float()
+    x_RP = F.pad(x_RP, (0, extra)) if extra else x_RP.contiguous()
+    result_RO = multiply(levels.contiguous(), scales.contiguous(), None if bias is None else bias.float(), x_RP)
+    return result_RO.to(x.dtype).view(*x.shape[:-1], -1)
+
+
 def hollow(model: nn.Module, bits: Bits) -> dict[str, Linear]:
     """Give a model layers whose levels are still to be filled; the old ones by the names of the new.
 
-    A layer that is tied to a table stays. An output matrix of its own gets 8 bits even where the rest has 4. Nothing is
-    left to train.
+    A layer that is tied to a table keeps its floats. An output matrix of its own gets 8 bits even where the rest has 4.
+    Nothing is left to train.
     """
     tables = {id(getattr(module, name)) for module in model.modules() for name in getattr(module, "tables", {})}
     found = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     old = {name: layer for name, layer in found.items() if id(layer.weight) not in tables}
-    exchange(model, {layer: QuantizedLinear(layer, 8 if layer.role == "head" else bits) for layer in old.values()})
+    new: dict[nn.Module, nn.Module] = {layer: TiedLinear(layer) for name, layer in found.items() if name not in old}
+    new |= {layer: QuantizedLinear(layer, 8 if layer.role == "head" else bits) for layer in old.values()}
+    exchange(model, new)
     model.requires_grad_(False)
     return old
 
