@@ -128,11 +128,14 @@ class Model:
         stop: Sequence[str] = (),
         logprobs: int = 0,
         slide: bool = False,
+        speculate: Model | Literal["lookup"] | None = None,
     ) -> Any:
         """The continuation of a prompt: a string that also has `.ids`, `.reason` and `.logprobs`.
 
         An encoder-decoder reads the prompt as its source and writes from it. With n > 1 a list of n; for a list of
-        prompts a list with one entry per prompt. Temperature 0 is greedy.
+        prompts a list with one entry per prompt. Temperature 0 is greedy. `speculate` guesses several tokens at once,
+        by earlier places of the text ("lookup") or by a smaller model of the same tokenizer: greedy texts stay the
+        same, drawn ones keep their distribution.
         """
         sampling = _sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -148,6 +151,7 @@ class Model:
             stop_ids=self._ends,
             logprobs=logprobs,
             slide=slide,
+            speculate=speculate.module if isinstance(speculate, Model) else speculate,
         )
         each: list[Any] = [samples if n > 1 else samples[0] for samples in found]
         return each[0] if isinstance(prompt, str) else each

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from tests.generation import tiny
+from tests.generation.host_beam import host_search
 from tests.oracle.copying import copy, enliven
 from trivium.errors import CheckpointError, RequestError
 from trivium.generation.beam import Beam, Found, Search, search
@@ -272,6 +273,34 @@ def test_prompts_of_very_unequal_length_fill_the_context_each_by_itself() -> Non
         near(found, find(model, [wish], Beam(beams=3, n=3), tokens=100, end=39)[0])
 
 
+def added(name: str, context: int) -> Transformer:
+    """A decoder whose positions are a table that ends where the context ends."""
+    model = build(tiny.shrunk(name, 40, context=context, width=48))
+    enliven(model, seed=1, spread=0.5)
+    return model.eval()
+
+
+def test_a_text_that_is_done_at_the_end_of_its_context_does_not_stop_the_others() -> None:
+    model, beam = added("gpt2", 16), Beam(beams=3, n=2)
+    wishes = [Search(prompt=Prompt(ids=tiny.draw(seed, 2 if seed else 12, 40)), tokens=14) for seed in range(7)]
+    found = search(model, wishes, beam, end=None)
+    assert [(len(best.ids), best.reason) for best, _ in found] == [(4, "context"), *[(14, "length")] * 6]
+    for wish, ours in zip(wishes, found, strict=True):
+        near(ours, host_search(Scorer(model), wish, beam, ends=frozenset(), vocab=40, banned=()))
+
+
+def test_there_may_be_more_beams_than_positions() -> None:
+    """All beams of a text stand at one position; tokens of one text that are too many are still refused."""
+    model, beam = added("gpt2", 6), Beam(beams=8, n=8)
+    assert model.decoder is not None
+    for tokens in (3, 4):
+        wish = Search(prompt=Prompt(ids=(1, 2)), tokens=tokens)
+        (found,) = search(model, [wish], beam, end=3)
+        near(found, host_search(Scorer(model), wish, beam, ends=frozenset({3}), vocab=40, banned=()))
+    with pytest.raises(RequestError, match="8 tokens are more than the 6 positions of this model"):
+        model.decoder.embed(torch.zeros(1, 8, 48), torch.arange(8)[None])
+
+
 @torch.no_grad()
 def attention(model: Transformer, wish: Prompt, ids: Sequence[int]) -> Tensor:
     """How much attention each source token gets from the last layer in all steps, by that layer's own weights."""
@@ -351,6 +380,8 @@ def test_bad_requests_are_refused() -> None:
         find(decoder, [prompt(both, 0, 3)], Beam())
     with pytest.raises(RequestError, match="different families cannot vote"):
         Scorer(both, decoder)
+    with pytest.raises(RequestError, match="banned: all 40 ids that could be written are banned"):
+        search(decoder, [Search(prompt=Prompt(ids=(1,)), tokens=2)], Beam(), end=0, banned=range(50))
 
 
 def test_scores_that_are_no_numbers_are_refused() -> None:

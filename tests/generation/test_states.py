@@ -1,4 +1,4 @@
-"""Logits for ids as they are: what stands beside the ids is checked at the door."""
+"""Logits for ids as they are: what stands beside the ids is checked at the door; many texts are read in batches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.generation import tiny
 from tests.oracle.copying import enliven
 from trivium.errors import RequestError
-from trivium.generation.states import logits_of
+from trivium.generation import states
+from trivium.generation.states import logits_of, read
 from trivium.models.transformer import build
 from trivium.parts.embeddings import Tokens
 
@@ -65,3 +68,27 @@ def test_other_numbers_are_refused_in_a_sentence(given: dict[str, Any], sentence
 def test_a_model_without_segments_says_so() -> None:
     with pytest.raises(RequestError, match="has no segments"):
         logits_of(GPT, [[1, 2, 3]], None, segments=[[0, 1, 5]], padding=None)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    batch=st.integers(1, 5),
+    tokens=st.integers(1, 40),
+)
+def test_every_text_is_read_once_in_batches_that_are_small_enough(lengths: list[int], batch: int, tokens: int) -> None:
+    """The oracle is each text alone."""
+    rows = [[(7 * number + at) % 90 for at in range(length)] for number, length in enumerate(lengths)]
+    found: dict[int, torch.Tensor] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "_TOKENS", tokens)
+        for part in read(BERT, rows, batch=batch):
+            assert len(part.texts) <= batch
+            assert len(part.texts) == 1 or part.real.numel() <= tokens
+            for place, number in enumerate(part.texts):
+                assert number not in found
+                assert int(part.real[place].sum()) == lengths[number]
+                found[number] = part.hidden[place, part.real[place]]
+    assert len(found) == len(rows)
+    (alone,) = read(BERT, [rows[-1]])
+    torch.testing.assert_close(found[len(rows) - 1], alone.hidden[0], atol=1e-5, rtol=1e-5)

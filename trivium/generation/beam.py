@@ -1,21 +1,26 @@
 """Beam search: of the likeliest beginnings a few are kept alive at every step (spec: inspection §1)."""
 
-# B prompts, K beams of each, R = B * K rows (at first R = B), C candidates of a prompt, W source tokens, V vocabulary
+# B texts, K beams of each, n wanted, L steps
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trivium.errors import RequestError
+from trivium.generation.beams import KERNELS, pools_of, room_for, together
 from trivium.generation.coverage import Coverage
 from trivium.generation.engine import evaluating
-from trivium.generation.scorer import Prompt, Reading, Scorer, allowed, require_finite
+from trivium.generation.frontier import Frontier, Rules, frontier, grow, rules
+from trivium.generation.graphs import current
+from trivium.generation.lineage import Lineage
+from trivium.generation.pool import Wish
+from trivium.generation.scorer import Prompt, Scorer, require_finite
 from trivium.models.transformer import Transformer
 
 
@@ -46,6 +51,10 @@ class Beam:
         """What the log-probability of a text of so many tokens is divided by."""
         return math.pow((5 + length) / 6, self.alpha)
 
+    def penalties(self, longest: int) -> list[float]:
+        """Those of all lengths from 0 to one beyond the longest: a step looks up a text that is done as any other."""
+        return [self.penalty(length) for length in range(longest + 2)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
@@ -68,6 +77,43 @@ class Found(NamedTuple):
     reason: Literal["end", "length", "context"]
 
 
+def results(state: Frontier, searches: Sequence[Search], beam: Beam) -> list[list[Found]]:
+    """The n best of texts that are done, best first, from their rows on the host: those that are cut off come last."""
+    used = int(state.steps.max())
+    steps_of = zip(state.ids[:, :used].tolist(), state.parents[:, :used].tolist(), strict=True)
+    lists = [one.tolist() for one in (state.score, state.logprob, state.length, state.beam)]
+    ended_of = (zip(*row, strict=True) for row in zip(*lists, strict=True))
+    live_of = zip(state.live.tolist(), state.cover.tolist(), strict=True)
+    each: list[list[Found]] = []
+    rows = zip(searches, steps_of, ended_of, live_of, state.steps.tolist(), state.limit.tolist(), strict=True)
+    for item, steps, ended, live, length, most in rows:
+        best = [
+            Found(_text(steps, tokens - 1, before), logprob, score, "end")
+            for score, logprob, tokens, before in ended
+            if score > -math.inf
+        ]
+        if len(best) < beam.n and length == most:
+            reason: Literal["length", "context"] = "length" if most == item.tokens else "context"
+            cut = [
+                Found(_text(steps, length, last), logprob, logprob / beam.penalty(length) + cover, reason)
+                for last, (logprob, cover) in enumerate(zip(*live, strict=True))
+                if logprob > -math.inf
+            ]
+            best += sorted(cut, key=lambda found: -found.score)  # stable: of equals the better beam stays first
+        each.append(best[: beam.n])
+    return each
+
+
+def _text(steps: tuple[list[list[int]], list[list[int]]], length: int, beam: int) -> list[int]:
+    """The ids of the text of so many tokens that ends in this beam, from the ids and parents of every step."""
+    ids, parents = steps
+    found: list[int] = []
+    for at in range(length - 1, -1, -1):
+        found.append(ids[at][beam])
+        beam = parents[at][beam]
+    return found[::-1]
+
+
 def search(
     model: Transformer | Scorer,
     searches: Sequence[Search],
@@ -77,218 +123,130 @@ def search(
     stop_ids: frozenset[int] = frozenset(),
     vocab: int = 0,
     banned: Collection[int] = (),
+    tick: Callable[[int], None] = lambda done: None,
 ) -> list[list[Found]]:
     """The `beam.n` best texts for each, best first, found together; each is what it would be alone.
 
     A text is finished where END (or one of `stop_ids`) is among the best K of its step; one that is cut off, at its
     number of tokens or the context, comes behind all that are finished. The search ends when no live beam can still
     become better than the worst of the n. Of equal scores the first found is the better: the shorter text, the better
-    beam, the lower id.
+    beam, the lower id. `tick` hears of how many more texts are done.
     """
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     vocab = min(vocab or scorer.vocab, scorer.vocab)
     scorer.check([item.prompt for item in searches], vocab)
-    texts = [_Text(item, beam, scorer.context) for item in searches]
-    if texts:
-        with evaluating(*scorer.models), torch.inference_mode():
-            ends = stop_ids if end is None else stop_ids | {end}
-            _Beams(scorer, texts, beam, ends, vocab, banned).run()
-    return [text.finished for text in texts]
+    banned = {id for id in banned if id < vocab}
+    if len(banned) == vocab:
+        raise RequestError(f"banned: all {vocab} ids that could be written are banned; leave at least one")
+    if not searches:
+        return []
+    ends = stop_ids if end is None else stop_ids | {end}
+    with evaluating(*scorer.models), torch.inference_mode():
+        if poolable(scorer, searches, beam):
+            return _pooled(scorer, searches, beam, ends, vocab, banned, tick)
+        if scorer.device.type != "cuda":
+            pools_of(scorer).clear()  # a model that has left its GPU leaves nothing there
+        limits = [limit(item, scorer.context) for item in searches]
+        given = rules(beam.beams, vocab, banned, ends, beam.penalties(max(limits)), scorer.device)
+        return _Beams(scorer, searches, limits, beam, given, tick).run()
 
 
-class _Node(NamedTuple):
-    """A token of a live beam, and all before it."""
-
-    before: _Node | None
-    id: int
-
-
-def _ids(node: _Node | None) -> list[int]:
-    """The tokens up to this one."""
-    ids: list[int] = []
-    while node is not None:
-        ids.append(node.id)
-        node = node.before
-    return ids[::-1]
+def poolable(scorer: Scorer, searches: Sequence[Search], beam: Beam) -> bool:
+    """Whether texts can be searched in rows that they join and leave: on the GPU in use, if each begins with one id."""
+    plain = scorer.family == "encoder-decoder" and not beam.coverage
+    return plain and current(scorer.device) and all(len(item.prompt.ids) == 1 for item in searches)
 
 
-class _Candidate(NamedTuple):
-    """A live beam with one more token."""
+def _pooled(
+    scorer: Scorer,
+    searches: Sequence[Search],
+    beam: Beam,
+    ends: frozenset[int],
+    vocab: int,
+    banned: Collection[int],
+    tick: Callable[[int], None],
+) -> list[list[Found]]:
+    wishes = [Wish(item.prompt.source, item.prompt.ids[0], limit(item, scorer.context)) for item in searches]
+    room = room_for(scorer, wishes, beam.beams, beam.n)
+    penalties = beam.penalties(room.steps)
+    given = rules(beam.beams, vocab, banned, ends, penalties, scorer.device, kernels=KERNELS)
+    same = (beam.beams, beam.alpha, vocab, tuple(sorted(banned)), tuple(sorted(ends)))
+    found: dict[int, list[Found]] = {}
+    with pools_of(scorer).lent(scorer, given, same, room) as pool:
+        for texts, state in together(pool, wishes):
+            found |= zip(texts, results(state, [searches[text] for text in texts], beam), strict=True)
+            tick(len(texts))
+    return [found[text] for text in range(len(searches))]
 
-    logprob: float
-    beam: int
-    id: int
 
-
-class _Text:
-    """What one search has come to."""
-
-    __slots__ = ("beam", "done", "finished", "limit", "live", "prompt", "reason")
-
-    def __init__(self, item: Search, beam: Beam, context: int) -> None:
-        self.beam = beam
-        self.prompt = item.prompt
-        room = context - len(item.prompt.ids)
-        self.limit = min(item.tokens, room)
-        self.reason: Literal["length", "context"] = "length" if item.tokens <= room else "context"
-        self.live: list[_Node | None] = [None]
-        self.finished: list[Found] = []  # the n best, best first
-        self.done = False
-
-    def grow(
-        self, ranked: Sequence[_Candidate], length: int, ends: frozenset[int], coverage: Sequence[float]
-    ) -> list[_Candidate]:
-        """Take the candidates of one step, best first; the ones that live on."""
-        live: list[_Candidate] = []
-        ended: set[int] = set()  # beams: of several ids that end one text the likeliest counts
-        for rank, candidate in enumerate(ranked):
-            node = self.live[candidate.beam]
-            if candidate.id not in ends:
-                live.append(candidate)
-            elif rank < self.beam.beams and candidate.beam not in ended:
-                ended.add(candidate.beam)
-                self._finish(node, candidate.logprob, length, coverage[candidate.beam], "end")
-        live = live[: self.beam.beams]
-        nodes = [_Node(self.live[candidate.beam], candidate.id) for candidate in live]
-        if length == self.limit:
-            for node, candidate in zip(nodes, live, strict=True):
-                self._finish(node, candidate.logprob, length, coverage[candidate.beam], self.reason)
-        self.live = [*nodes]
-        self.done = length == self.limit or not live or self._settled(live[0].logprob)
-        return live
-
-    def _finish(
-        self,
-        node: _Node | None,
-        logprob: float,
-        length: int,
-        coverage: float,
-        reason: Literal["end", "length", "context"],
-    ) -> None:
-        score = logprob / self.beam.penalty(length) + coverage
-        self.finished.append(Found(_ids(node), logprob, score, reason))
-        # stable: of equals the earlier one stays first
-        self.finished.sort(key=lambda found: (found.reason != "end", -found.score))
-        del self.finished[self.beam.n :]
-
-    def _settled(self, best: float) -> bool:
-        """Whether no live beam can win: more tokens only lower log p, and at best all of it is divided by the most."""
-        return len(self.finished) == self.beam.n and best / self.beam.penalty(self.limit) <= self.finished[-1].score
+def limit(item: Search, context: int) -> int:
+    """How many tokens a text may have."""
+    return min(item.tokens, context - len(item.prompt.ids))
 
 
 class _Beams:
-    """The live beams of all texts, one row of a batch each; texts that are done leave when that pays."""
+    """The search of all texts, a row of a batch each; texts that are done leave when that pays."""
 
     def __init__(
-        self, scorer: Scorer, texts: list[_Text], beam: Beam, ends: frozenset[int], vocab: int, banned: Collection[int]
+        self,
+        scorer: Scorer,
+        searches: Sequence[Search],
+        limits: Sequence[int],
+        beam: Beam,
+        rules: Rules,
+        tick: Callable[[int], None],
     ) -> None:
         self.scorer = scorer
-        self.texts = texts
+        self.searches = searches
+        self.longest = max(limits)
         self.beam = beam
-        self.ends = ends
-        self.vocab = vocab
-        self.banned = banned
+        self.rules = rules
+        self.tick = tick
+        self.texts = list(range(len(searches)))  # which one each row is
+        self.state = frontier(limits, self.longest, rules, beam.n)
+        self.found: dict[int, list[Found]] = {}
+        # a look at what is done waits for the device, and on the CPU that costs nothing
+        self.every = 1 if scorer.device.type == "cpu" else 8
 
-    def run(self) -> None:
+    def run(self) -> list[list[Found]]:
         """Search until every text is done."""
-        room = max(text.limit for text in self.texts) - 1  # the last token is never read
+        prompts = [item.prompt for item in self.searches]
         with Coverage(self.scorer, self.beam.coverage) as coverage:
-            reading, scores_RV = self.scorer.open([text.prompt for text in self.texts], room)
-            live_BK = torch.zeros(len(self.texts), 1, device=self.scorer.device)
-            length = 0
-            while True:
-                length += 1
+            reading = Lineage(self.scorer, prompts, self.beam.beams, self.longest - 1)  # the last token is never read
+            for length in range(1, self.longest + 1):
                 coverage.look(reading)
-                chosen = self._grow(scores_RV, live_BK, length, coverage.penalties(len(scores_RV)))
-                if all(text.done for text in self.texts):
-                    return
-                last_R1, live_BK = self._arrange(chosen, live_BK.shape[1], reading, coverage)
-                if reading.length < self.scorer.context:
-                    scores_RV = reading.next(last_R1)
-                else:  # padding in front of short prompts has filled it up: read them again with less
-                    reading, scores_RV = self.scorer.open(self._rows(), room)
+                self.state, ids_BK, parents_BK = grow(self.state, self.rules, reading.scores_BJV, coverage.penalties())
+                coverage.follow(parents_BK)
+                if length % self.every == 0 or length == self.longest:
+                    left_B = self._leave()
+                    if not self.texts:
+                        break
+                    if left_B is not None:
+                        reading.keep(left_B)
+                        coverage.keep(left_B)
+                        ids_BK, parents_BK = ids_BK[left_B], parents_BK[left_B]
+                reading.next(ids_BK, parents_BK)
+        return [self.found[text] for text in range(len(self.searches))]
 
-    def _grow(
-        self, scores_RV: Tensor, live_BK: Tensor, length: int, coverage: Sequence[float]
-    ) -> list[list[_Candidate]]:
-        """One more token for every text; its beams that live on."""
-        beams = live_BK.shape[1]
-        covered = [coverage[first : first + beams] for first in range(0, len(coverage), beams)]
-        return [
-            [] if text.done else text.grow(candidates, length, self.ends, penalties)
-            for text, candidates, penalties in zip(
-                self.texts, self._candidates(scores_RV, live_BK), covered, strict=True
-            )
-        ]
+    def _leave(self) -> Tensor | None:
+        """Let the texts that are done go if at least a quarter is; the rows that stay, None if all do."""
+        require_finite(self.state.sound)
+        done = self.state.done.tolist()
+        if sum(done) * 4 < len(done):
+            return None
+        gone = [row for row, is_done in enumerate(done) if is_done]
+        stay = [row for row, is_done in enumerate(done) if not is_done]
+        for row, found in zip(gone, self._collect(gone), strict=True):
+            self.found[self.texts[row]] = found
+        self.texts = [self.texts[row] for row in stay]
+        self.tick(len(gone))
+        stay_B = torch.tensor(stay, dtype=torch.long, device=self.scorer.device)
+        self.state = Frontier(*(one[stay_B] for one in self.state))
+        return stay_B
 
-    def _candidates(self, scores_RV: Tensor, live_BK: Tensor) -> list[list[_Candidate]]:
-        """The best 2 K continuations of every text: K of them live on even if all the others are END.
-
-        With several ids that end a text there are K more for each.
-        """
-        count = (1 + max(1, len(self.ends))) * self.beam.beams
-        values_RC, ids_RC = _top(allowed(scores_RV, self.vocab, self.banned), count)
-        logprob_RC = live_BK.flatten()[:, None] + values_RC - scores_RV.logsumexp(-1, keepdim=True)
-        each = values_RC.shape[1]
-        best = logprob_RC.reshape(len(self.texts), -1).sort(dim=-1, descending=True, stable=True)
-        order_BC = best.indices[:, :count]
-        ids_BC = ids_RC.reshape(len(self.texts), -1).gather(1, order_BC)
-        found = zip(best.values[:, :count].tolist(), (order_BC // each).tolist(), ids_BC.tolist(), strict=True)
-        return [
-            [_Candidate(*item) for item in zip(*lists, strict=True) if item[0] > -math.inf]  # dead beams are there too
-            for lists in found
-        ]
-
-    def _rows(self) -> list[Prompt]:
-        """Everything that the model has to read in each row; a dead one begins anew."""
-        return [
-            replace(text.prompt, ids=(*text.prompt.ids, *_ids(node)))
-            for text in self.texts
-            for node in [*([] if text.done else text.live), *[None] * self.beam.beams][: self.beam.beams]
-        ]
-
-    def _arrange(
-        self, chosen: list[list[_Candidate]], beams: int, reading: Reading, coverage: Coverage
-    ) -> tuple[Tensor, Tensor]:
-        """Put every live beam in its row; the tokens to read next [R, 1] and the log-probabilities [B, K]."""
-        leaving = sum(text.done for text in self.texts) * 4 >= len(self.texts)
-        rows: list[int] = []
-        last: list[int] = []
-        live: list[float] = []
-        for index, (text, candidates) in enumerate(zip(self.texts, chosen, strict=True)):
-            if text.done and leaving:
-                continue
-            for beam in range(self.beam.beams):
-                dead = _Candidate(-math.inf, min(beam, beams - 1), 0)
-                candidate = candidates[beam] if beam < len(candidates) else dead
-                rows.append(index * beams + candidate.beam)
-                last.append(candidate.id)
-                live.append(candidate.logprob)
-        device = self.scorer.device
-        rows_R = torch.tensor(rows, device=device)
-        if beams == self.beam.beams and len(rows) == len(self.texts) * beams:
-            reading.exchange(rows)
-        else:
-            reading.keep(rows_R)
-        coverage.keep(rows_R)
-        if leaving:
-            self.texts = [text for text in self.texts if not text.done]
-        live_BK = torch.tensor(live, device=device).view(len(self.texts), self.beam.beams)
-        return torch.tensor(last, device=device)[:, None], live_BK
-
-
-def _top(scores_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The highest `count` scores of each row and their ids, equal ones by id: topk promises no order among them."""
-    most = min(count + 1, scores_RV.shape[1])
-    found = scores_RV.topk(most, dim=-1)
-    require_finite(found.values[:, 0])
-    by_id = found.indices.sort(dim=-1)
-    best = found.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
-    values_RC, ids_RC = best.values[:, :count], by_id.values.gather(1, best.indices)[:, :count]
-    if most > count:
-        # the first that is left out is as good as the last that is in
-        tied = (found.values[:, -1] == found.values[:, -2]).nonzero()[:, 0]
-        if len(tied):
-            whole = scores_RV[tied].sort(dim=-1, descending=True, stable=True)
-            values_RC[tied], ids_RC[tied] = whole.values[:, :count], whole.indices[:, :count]
-    return values_RC, ids_RC
+    def _collect(self, rows: Sequence[int]) -> list[list[Found]]:
+        """What the search has come to in these rows."""
+        rows_B = torch.tensor(rows, device=self.scorer.device)
+        state = Frontier(*(one[rows_B].cpu() for one in self.state))
+        asked = [self.searches[self.texts[row]] for row in rows]
+        return results(state, asked, self.beam)

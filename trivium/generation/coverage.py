@@ -1,6 +1,6 @@
 """How much attention each source token has got from a decoder's last layer, for the coverage penalty (GNMT)."""
 
-# B rows, W source tokens, H query heads, G key/value heads, E head size
+# B texts, J beams of each (1 at first), W source tokens, H query heads, G key/value heads, E head size
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError
-from trivium.generation.scorer import Reading, Scorer
+from trivium.generation.lineage import Lineage
+from trivium.generation.scorer import Scorer
 from trivium.models.transformer import Transformer
 from trivium.parts.attention import MultiHeadAttention
 
@@ -28,7 +29,7 @@ class Coverage:
         self._across = [_last_cross(model) for model in scorer.models] if weight else []
         self._queries: list[Tensor | None] = [None] * len(self._across)
         self._hooks: list[Any] = []
-        self._seen_BW: Tensor | None = None
+        self._seen_BJW: Tensor | None = None
         self._real_BW: Tensor | None = None
 
     def __enter__(self) -> Self:
@@ -42,48 +43,57 @@ class Coverage:
         for hook in self._hooks:
             hook.remove()
 
-    def look(self, reading: Reading) -> None:
+    def look(self, reading: Lineage) -> None:
         """Add the attention of the step that was just read: the mean over heads and models."""
         if not self.weight:
             return
         self._real_BW = reading.caches[0].memory_padding
         looks = [self._look(index, cross, reading) for index, cross in enumerate(self._across)]
-        look_BW = torch.stack(looks).mean(0)
-        self._seen_BW = look_BW if self._seen_BW is None else self._seen_BW + look_BW
+        look_BJW = torch.stack(looks).mean(0)
+        self._seen_BJW = look_BJW if self._seen_BJW is None else self._seen_BJW + look_BJW
 
-    def penalties(self, rows: int) -> list[float]:
-        """What is added to the score of each row if it ends here: 0 or less."""
-        if self._seen_BW is None:
-            return [0.0] * rows
-        log_BW = self._seen_BW.clamp(_LEAST, 1.0).log()
+    def penalties(self) -> Tensor | None:
+        """What is added to the score of each beam if it ends here, [B, J]: 0 or less; None means nothing."""
+        if self._seen_BJW is None:
+            return None
+        log_BJW = self._seen_BJW.clamp(_LEAST, 1.0).log()
         if self._real_BW is not None:
-            log_BW = log_BW.masked_fill(~self._real_BW, 0.0)
-        penalties: list[float] = (self.weight * log_BW.sum(-1)).tolist()
-        return penalties
+            log_BJW = log_BJW.masked_fill(~self._real_BW[:, None], 0.0)
+        return self.weight * log_BJW.sum(-1)
+
+    def follow(self, parents_BK: Tensor) -> None:
+        """Go on with beams that continue these."""
+        if self._seen_BJW is not None:
+            words = self._seen_BJW.shape[2]
+            self._seen_BJW = self._seen_BJW.gather(1, parents_BK[:, :, None].expand(-1, -1, words))
 
     def keep(self, rows_B: Tensor) -> None:
-        """Go on with these rows, in this order."""
-        if self._seen_BW is not None:
-            self._seen_BW = self._seen_BW[rows_B]
+        """Go on with these texts only."""
+        if self._seen_BJW is not None:
+            self._seen_BJW = self._seen_BJW[rows_B]
 
     def _listener(self, index: int) -> Callable[[Any, Any, Tensor], None]:
         def hear(module: Any, inputs: Any, query_BTD: Tensor) -> None:
-            self._queries[index] = query_BTD[:, -1]
+            self._queries[index] = query_BTD
 
         return hear
 
-    def _look(self, index: int, cross: MultiHeadAttention, reading: Reading) -> Tensor:
-        cache, query_BD = reading.caches[index], self._queries[index]
+    def _look(self, index: int, cross: MultiHeadAttention, reading: Lineage) -> Tensor:
+        cache, query_BTD = reading.caches[index], self._queries[index]
         across = cache.layers[-1].across
         assert across is not None
-        assert query_BD is not None
-        query_BHE = query_BD.view(len(query_BD), -1, cross.size)
-        query_BHE = query_BHE if cross.query_norm is None else cross.query_norm(query_BHE)
-        key_BHWE = across[0].repeat_interleave(query_BHE.shape[1] // cross.groups, dim=1)
-        score_BHW: Tensor = (key_BHWE @ query_BHE[..., None])[..., 0].float() * cross.scale
+        assert query_BTD is not None
+        query_BJHE = _heads(reading.last(query_BTD), cross.size)
+        query_BJHE = query_BJHE if cross.query_norm is None else cross.query_norm(query_BJHE)
+        key_BHWE = across[0].repeat_interleave(query_BJHE.shape[2] // cross.groups, dim=1)
+        score_BHJW: Tensor = (query_BJHE.transpose(1, 2) @ key_BHWE.mT).float() * cross.scale
         if cache.memory_padding is not None:
-            score_BHW = score_BHW.masked_fill(~cache.memory_padding[:, None], float("-inf"))
-        return score_BHW.softmax(-1).mean(1)
+            score_BHJW = score_BHJW.masked_fill(~cache.memory_padding[:, None, None], float("-inf"))
+        return score_BHJW.softmax(-1).mean(1)
+
+
+def _heads(query_BJD: Tensor, size: int) -> Tensor:
+    return query_BJD.view(*query_BJD.shape[:2], -1, size)
 
 
 def _last_cross(model: Transformer) -> MultiHeadAttention:

@@ -52,6 +52,18 @@ def embed(
     if pooling == "cls" and not frame.before:
         raise RequestError("pooling: this model does not read a [CLS] in front of a text; use mean")
     rows = framed(model, frame, tokenizer.encode_many(list(texts)))
+    return pooled(model, rows, pooling=pooling, batch=batch, tick=tick)
+
+
+def pooled(
+    model: Transformer,
+    rows: Sequence[Sequence[int]],
+    *,
+    pooling: Pooling = "mean",
+    batch: int = 64,
+    tick: Callable[[int, int], None] = lambda done, of: None,
+) -> Tensor:
+    """The same of rows of ids as the model reads them."""
     result_ND = torch.empty(len(rows), model.config.width)
     done = 0
     for part in read(model, rows, batch=batch):

@@ -5,67 +5,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trivium.errors import RequestError
-from trivium.generation.sampling import Sampling, Uniforms, distribution, draw, penalise
-from trivium.generation.scorer import Prompt, Reading, Scorer, allowed, require_finite
+from trivium.generation.continuous import Engine, slotted
+from trivium.generation.rows import Reason, Request, Row, Token
+from trivium.generation.sampling import Sampling, distribution, draw, penalise
+from trivium.generation.scorer import Prompt, Reading, Scorer, allowed, evaluating, require_finite
+from trivium.generation.slots import bucket
 from trivium.models.transformer import Transformer
 
-Reason = Literal["", "end", "length", "context"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """One row to decode; its tokens depend on nothing else in the batch."""
-
-    ids: tuple[int, ...]  # the prompt, at least one id: an empty one is the END id alone, behind a source it is <pad>
-    tokens: int  # new tokens at most
-    sampling: Sampling
-    seed: int
-    sample: int = 0  # the number of this row among several samples of one prompt
-    stop_ids: frozenset[int] = frozenset()  # these end the row as the END id does
-    logprobs: int = 0  # 0 none; n: the chosen token's and those of the n likeliest others
-    source: tuple[int, ...] = ()  # what an encoder-decoder writes from
-
-    def __post_init__(self) -> None:
-        if not self.ids:
-            raise RequestError("the prompt has no tokens; begin an empty one with the END id")
-        if self.tokens < 1:
-            raise RequestError(f"tokens: {self.tokens} is less than 1; ask for at least one new token")
-        if self.logprobs < 0:
-            raise RequestError(f"logprobs: {self.logprobs} is negative; 0 gives none")
-
-
-class Token(NamedTuple):
-    """One new token; `reason` is set on a row's last one. With the reason "end" the token is not part of the text."""
-
-    row: int
-    id: int
-    logprob: float  # of the model itself, before any filter; nan unless the request asks for logprobs
-    alternatives: tuple[tuple[int, float], ...]  # (id, logprob) of the likeliest other tokens, best first
-    reason: Reason
+__all__ = ["Reason", "Request", "Stream", "Token", "continuous", "evaluating", "logprobs_of", "stream"]
 
 
 class Stream(Iterator[Token]):
     """The tokens of a batch as they come; rows can be stopped, and closing it early leaves nothing behind."""
 
-    def __init__(self, rows: Sequence[_Row], tokens: Generator[Token, None, None]) -> None:
-        self._rows = rows
+    def __init__(self, tokens: Generator[Token, None, None], stop: Callable[[int], None]) -> None:
         self._tokens = tokens
+        self._stop = stop
 
     def __next__(self) -> Token:
         return next(self._tokens)
 
     def stop(self, row: int) -> None:
         """No more tokens for this row."""
-        self._rows[row].done = True
+        self._stop(row)
 
     def close(self) -> None:
         """Stop all rows and free the cache."""
@@ -80,46 +48,59 @@ def stream(
     slide: bool = False,
     vocab: int = 0,
     banned: Collection[int] = (),
+    rows: int = 256,
 ) -> Stream:
     """Decode all requests together; each row ends at `end`, at its number of tokens or at the model's context.
 
     With `slide` a row whose context is full goes on from its last context // 2 tokens. `vocab` > 0 forbids ids from
-    there on: a model may have more rows in its output than its tokenizer has ids. `banned` ids are never written.
+    there on: a model may have more rows in its output than its tokenizer has ids. `banned` ids are never written. On a
+    GPU at most `rows` run at a time; others join as rows end.
     """
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     vocab = min(vocab or scorer.vocab, scorer.vocab)
-    scorer.check([Prompt(ids=request.ids, source=request.source) for request in requests], vocab, slide=slide)
-    rows = [_Row(index, request) for index, request in enumerate(requests)]
-    return Stream(rows, _decode(_Batch(scorer, rows, vocab, banned), end, slide))
+    scorer.check([request.prompt for request in requests], vocab, slide=slide)
+    if continuous(scorer, requests, slide=slide):
+        engine = Engine(
+            scorer,
+            end=end,
+            slots=min(bucket(len(requests)), rows),
+            longest=max(len(request.ids) + request.tokens for request in requests),
+            source=max(len(request.source) for request in requests),
+            vocab=vocab,
+            banned=banned,
+        )
+        for request in requests:
+            engine.submit(request)
+        stopped: set[int] = set()
+
+        def cancel(row: int) -> None:
+            stopped.add(row)
+            engine.cancel(row)
+
+        return Stream(_run(engine, stopped), cancel)
+    live = [Row(index, request) for index, request in enumerate(requests)]
+
+    def stop(row: int) -> None:
+        live[row].done = True
+
+    return Stream(_decode(_Batch(scorer, live, vocab, banned), end, slide), stop)
 
 
-class _Row:
-    """What one request has come to."""
+def continuous(scorer: Scorer, requests: Sequence[Request], *, slide: bool = False) -> bool:
+    """Whether the requests go through slots and captured graphs: on a GPU, if the rows fit into the context."""
+    if scorer.device.type != "cuda" or not requests or not slotted(scorer, requests):
+        return False
+    return not slide or all(len(request.ids) + request.tokens <= scorer.context for request in requests)
 
-    __slots__ = ("done", "ids", "index", "left", "request", "start", "uniforms")
 
-    def __init__(self, index: int, request: Request) -> None:
-        self.index = index
-        self.request = request
-        self.ids = list(request.ids)  # prompt and new tokens
-        self.start = 0  # the first id that the model still sees
-        self.left = request.tokens
-        self.done = False
-        self.uniforms = Uniforms(request.seed, request.sample)
-
-    def add(self, id: int, end: int | None, context: int) -> Reason:
-        """Take a new token; the reason if it is the last."""
-        self.ids.append(id)
-        self.left -= 1
-        reason: Reason = ""
-        if id == end or id in self.request.stop_ids:
-            reason = "end"
-        elif not self.left:
-            reason = "length"
-        elif context and len(self.ids) - self.start >= context:
-            reason = "context"
-        self.done = bool(reason)
-        return reason
+def _run(engine: Engine, stopped: Collection[int] = ()) -> Generator[Token, None, None]:
+    try:
+        while engine.busy:
+            for token in engine.step():
+                if token.row not in stopped:  # it may be stopped by a token of the same step
+                    yield token
+    finally:
+        engine.close()
 
 
 def _decode(batch: _Batch, end: int | None, slide: bool) -> Generator[Token, None, None]:
@@ -139,19 +120,6 @@ def _decode(batch: _Batch, end: int | None, slide: bool) -> Generator[Token, Non
                     yield Token(row.index, id, logprob if asked else math.nan, others, reason)
 
 
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """The models without dropout; afterwards each module is as it was."""
-    training = [module for model in models for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 class _Step(NamedTuple):
     """One new token for every row of the batch, finished rows included."""
 
@@ -163,7 +131,7 @@ class _Step(NamedTuple):
 class _Batch:
     """The rows that share a cache, left-padded to one length; rows that are done leave when that pays."""
 
-    def __init__(self, scorer: Scorer, rows: list[_Row], vocab: int, banned: Collection[int]) -> None:
+    def __init__(self, scorer: Scorer, rows: list[Row], vocab: int, banned: Collection[int]) -> None:
         self.scorer = scorer
         self.rows = rows
         self.vocab = vocab
@@ -201,7 +169,7 @@ class _Batch:
         ids = last_B.tolist()
         if not self.asked:
             return _Step(ids, [math.nan] * len(ids), [[]] * len(ids))
-        return _Step(ids, *_logprobs(logits_BV, last_B, self.asked))
+        return _Step(ids, *logprobs_of(logits_BV, last_B, self.asked))
 
     def _read(self) -> Tensor:
         """The scores of all live rows, read from the beginning of what they may still see."""
@@ -267,7 +235,7 @@ class _Batch:
         return draw(probabilities_BV, uniform_B)
 
 
-def _logprobs(logits_BV: Tensor, ids_B: Tensor, count: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
+def logprobs_of(logits_BV: Tensor, ids_B: Tensor, count: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
     """The log-probability of each chosen id, and the `count` + 1 best ids: the chosen one may be among them."""
     all_BV = logits_BV.log_softmax(-1)
     best = all_BV.topk(min(count + 1, all_BV.shape[-1]), dim=-1)

@@ -133,3 +133,7 @@ class Uniforms:
         if not self._ready:
             self._ready = torch.rand(self.BLOCK, generator=self._generator, dtype=torch.float64).tolist()
         return self._ready.pop()
+
+    def take(self, count: int) -> list[float]:
+        """The next so many."""
+        return [self.next() for _ in range(count)]

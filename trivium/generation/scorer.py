@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trivium.errors import CheckpointError, RequestError
 from trivium.models.transformer import States, Transformer
@@ -121,18 +122,6 @@ class Reading:
             pads_B1 = self._pads_B1[rows_B]
             self._pads_B1 = pads_B1 if bool(pads_B1.any()) else None
 
-    def exchange(self, rows: Sequence[int]) -> None:
-        """As many rows as before, each continuing a row of the same prompt and source: only what was written moves."""
-        moved = [(to, row) for to, row in enumerate(rows) if to != row]
-        if not moved:
-            return
-        to_N, from_N = torch.tensor(moved, device=self._scorer.device).T
-        for cache in self.caches:
-            for layer in cache.layers:
-                for kept in (layer.keys, layer.values):
-                    written = kept.narrow(2, 0, cache.length)
-                    written.index_copy_(0, to_N, written.index_select(0, from_N))
-
 
 def _scores(model: Transformer, cache: Cache, tokens_BT: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     states: States = model(tokens_BT, cache=cache, **inputs)
@@ -169,3 +158,16 @@ def require_finite(best: Tensor) -> None:
     """Refuse scores that are not numbers; `best` has the highest of every row, which keeps a nan."""
     if not all(map(math.isfinite, best.flatten().tolist())):
         raise CheckpointError("the model's scores are not finite; its weights are damaged, load an older checkpoint")
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """The models without dropout; afterwards each module is as it was."""
+    training = [module for model in models for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from trivium.errors import RequestError
-from trivium.generation.engine import Request, Token, stream
+from trivium.generation.engine import Request, Stream, Token, continuous, stream
 from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Prompt, Scorer
+from trivium.generation.speculative import Speculate, speculative
 from trivium.models.transformer import Transformer
 from trivium.objectives.objective import PAD
 from trivium.text.framing import frame_of
@@ -186,10 +188,11 @@ def complete(
     logprobs: int = 0,
     slide: bool = False,
     rows: int = 64,
+    speculate: Speculate | None = None,
 ) -> list[list[Completion]]:
     """`n` samples for each prompt (for an encoder-decoder: each source), decoded `rows` at a time.
 
-    `stop_ids` end a text as the END id does.
+    `stop_ids` end a text as the END id does. With `speculate` rows come one after another, several tokens at once.
     """
     if n < 1:
         raise RequestError(f"n: {n} is less than 1; ask for at least one sample")
@@ -201,19 +204,15 @@ def complete(
     transcripts = [Transcript(tokenizer, stop, continued(tokenizer, prompt)) for prompt in read for _ in range(n)]
     # all are checked before the first is decoded; equal lengths together need no padding
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids + requests[index].source))
-    chunks = [order[first : first + rows] for first in range(0, len(order), rows)]
-    banned = never(tokenizer)
-    streams = [
-        stream(
-            scorer,
-            [requests[index] for index in chunk],
-            end=tokenizer.end,
-            slide=slide,
-            vocab=tokenizer.size,
-            banned=banned,
-        )
-        for chunk in chunks
-    ]
+    together = len(order) if continuous(scorer, requests, slide=slide) else rows
+    chunks = [order[first : first + together] for first in range(0, len(order), max(together, 1))]
+    limits: dict[str, Any] = {"end": tokenizer.end, "vocab": tokenizer.size, "banned": never(tokenizer)}
+    begin: Callable[[Sequence[Request]], Stream] = partial(stream, scorer, slide=slide, rows=rows, **limits)
+    if speculate is not None:
+        if slide:
+            raise RequestError("slide: a text that goes on beyond its context cannot be speculated; leave one out")
+        begin = partial(speculative, scorer, speculate=speculate, **limits)
+    streams = [begin([requests[index] for index in chunk]) for chunk in chunks]
     for chunk, decoding in zip(chunks, streams, strict=True):
         for token in decoding:
             transcript = transcripts[chunk[token.row]]

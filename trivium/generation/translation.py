@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from trivium.errors import RequestError
-from trivium.generation.beam import Beam, Found, Search, search
+from trivium.generation.beam import Beam, Found, Search, poolable, search
 from trivium.generation.scorer import Prompt, Scorer
 from trivium.generation.text import continued, never, prompt_of
 from trivium.models.transformer import Transformer
@@ -52,9 +52,17 @@ def search_texts(
     prompts = [prompt_of(scorer, tokenizer, text, language=language) for text in texts]
     _check(scorer, tokenizer, prompts)
     searches = [Search(prompt=prompt, tokens=tokens or len(prompt.source) + BEYOND) for prompt in prompts]
-    rows = rows or (64 if scorer.device.type == "cpu" else 512)
-    together = max(1, rows // beam.beams)
+    together = max(1, (rows or (64 if scorer.device.type == "cpu" else 512)) // beam.beams)
+    if not rows and poolable(scorer, searches, beam):
+        together = max(1, len(prompts))  # there texts join as others leave
     found: dict[int, list[Found]] = {}
+    done = 0
+
+    def more(texts: int) -> None:
+        nonlocal done
+        done += texts
+        tick(done, len(prompts))
+
     # equal lengths together need no padding, and end at about the same time
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids + prompts[index].source))
     for first in range(0, len(order), together):
@@ -67,9 +75,9 @@ def search_texts(
             stop_ids=stop_ids,
             vocab=tokenizer.size,
             banned=never(tokenizer),
+            tick=more,
         )
         found |= zip(chunk, best, strict=True)
-        tick(len(found), len(texts))
     return [
         [Hypothesis(_text(tokenizer, prompt, item.ids), item) for item in found[index]]
         for index, prompt in enumerate(prompts)

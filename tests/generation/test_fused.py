@@ -1,0 +1,257 @@
+"""The fused step and the captured graphs against the plain step and the plain loop.
+
+They need a GPU; the kernels alone also run in Triton's interpreter (TRITON_INTERPRET=1), slowly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.generation import tiny
+from trivium.generation.choosing import Kind
+from trivium.generation.engine import Request, Token, stream
+from trivium.generation.rows import Row
+from trivium.generation.sampling import Sampling
+from trivium.generation.slots import Bank
+from trivium.generation.speculative import Speculate, speculative
+from trivium.models.block import Block, Parallel
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.transformer import Transformer, build
+from trivium.parts.attention import MultiHead
+from trivium.parts.embeddings import Tokens
+from trivium.parts.feedforward import Glu, Mlp
+from trivium.parts.norms import LayerNorm, RMSNorm
+from trivium.parts.positions import Alibi, Buckets, Learned, NoPositions, Rotary, Sinusoidal
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+kernels = pytest.mark.skipif(
+    not GPU and not os.environ.get("TRITON_INTERPRET"), reason="kernels need a CUDA GPU, or Triton's interpreter"
+)
+graphs = pytest.mark.skipif(not GPU, reason="graphs need a CUDA GPU")
+HOPPER = GPU and torch.cuda.get_device_capability() >= (9, 0)
+
+VOCAB, CONTEXT = 300, 200
+SHAPES = ((1, 12, 12, 1024, 64), (5, 32, 4, 512, 64), (3, 4, 2, 300, 80))  # batch, heads, groups, longest, size
+GREEDY = Sampling(temperature=0)
+HEADS = MultiHead(heads=4, bias="all")
+BLOCKS = {
+    "gpt2": Block(attention=HEADS, position=Learned(offset=2)),
+    "llama": Block(
+        attention=replace(HEADS, groups=2, bias="none"), norm=RMSNorm(), feedforward=Glu(hidden=144), position=Rotary()
+    ),
+    "window": Block(
+        attention=replace(HEADS, groups=1, window=37),
+        norm=LayerNorm(bias=False),
+        feedforward=Mlp(activation="relu2", bias=False),
+        position=Rotary(layout="interleaved", share=0.5),
+    ),
+    "sinusoidal": Block(attention=replace(HEADS, head=24), position=Sinusoidal(), feedforward=Mlp(activation="gelu")),
+}
+OTHERS: dict[str, Block | Parallel] = {
+    "alibi": Block(attention=HEADS, position=Alibi()),
+    "t5": Block(attention=HEADS, position=Buckets()),
+    "parallel": Parallel(attention=replace(HEADS, groups=2), position=Rotary()),
+    "none": Block(attention=replace(HEADS, norm="rms"), position=NoPositions()),
+}
+
+
+def model(block: Block | Parallel, dtype: torch.dtype = torch.float32) -> Transformer:
+    made = build(
+        ModelConfig(
+            width=96, context=CONTEXT, vocab=VOCAB, embedding=Tokens(tie="none"), decoder=Stack(layers=3, block=block)
+        ),
+        seed=1,
+    )
+    with torch.no_grad():  # a fresh model says little
+        for parameter in made.parameters():
+            parameter.mul_(3)
+    return made.to(DEVICE, dtype).eval()
+
+
+def requests(count: int, sampling: Sequence[Sampling], tokens: int) -> list[Request]:
+    return [
+        Request(
+            ids=tiny.draw(row, 1 + 29 * row % 97, VOCAB),
+            tokens=tokens,
+            sampling=sampling[row % len(sampling)],
+            seed=row,
+        )
+        for row in range(count)
+    ]
+
+
+def texts_of(tokens: Iterable[Token], count: int) -> list[list[int]]:
+    """The ids of every row, in order."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    for token in tokens:
+        rows[token.row].append(token.id)
+    return rows
+
+
+def others(found: list[list[int]], expected: list[list[int]]) -> int:
+    """How many rows differ."""
+    return sum(one != other for one, other in zip(found, expected, strict=True))
+
+
+@kernels
+@pytest.mark.parametrize("bold", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 16, 80])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.no_grad()
+def test_the_fused_step_has_the_scores_of_the_plain_one(
+    name: str, dtype: torch.dtype, close: float, rows: int, bold: bool
+) -> None:
+    if bold and not HOPPER:
+        pytest.skip("kernels that start early need a Hopper GPU")
+    if not GPU and (rows > 3 or dtype != torch.float32):
+        pytest.skip("too slow without a GPU")
+    from trivium.generation.fused import Fused, recognised
+
+    made = model(BLOCKS[name], dtype)
+    assert recognised(made)
+    bank = Bank(made, rows, CONTEXT, 0)
+    fused = Fused(made, bank.cache, bank.slots, bank.last_B)
+    fused.bold, bank._fused = bold, None
+    bank.join(range(rows), [Row(row, wish) for row, wish in enumerate(requests(rows, [GREEDY], 90))])
+    for _ in range(4):
+        expected = bank.forward()
+        for layer in bank.cache.layers:  # what the step has to write is poisoned before
+            layer.keys.transpose(1, 2)[bank.slots.rows_B1, bank.slots.places(1)] = 77.0
+        found = fused.forward()
+        assert float((found - expected).float().norm() / expected.float().norm()) < close
+        bank.finish(expected, Kind(False, False, False))
+
+
+@kernels
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.no_grad()
+def test_prompts_are_read_into_slots_as_into_a_cache(name: str) -> None:
+    from trivium.generation.fused import Fused
+
+    made = model(BLOCKS[name])
+    banks = [Bank(made, 4, CONTEXT, 0) for _ in range(2)]
+    fused = Fused(made, banks[1].cache, banks[1].slots, banks[1].last_B)
+    if not fused.reads(128):
+        pytest.skip("a window")
+    banks[0]._fused, banks[1]._fused, banks[1]._reads = None, fused, True
+    for _ in range(3):  # at once, captured, replayed
+        rows = [Row(row, wish) for row, wish in enumerate(requests(3, [GREEDY], 9))]
+        for bank in banks:
+            bank.join([3, 0, 2], rows)
+        assert torch.equal(banks[0].last_B, banks[1].last_B)
+        for one, other in zip(banks[0].cache.layers, banks[1].cache.layers, strict=True):
+            for slot, row in zip([3, 0, 2], rows, strict=True):
+                held = slice(0, len(row.ids))
+                torch.testing.assert_close(one.keys[slot, :, held], other.keys[slot, :, held], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(one.values[slot, :, held], other.values[slot, :, held], rtol=1e-4, atol=1e-4)
+
+
+@kernels
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 33, 64])
+def test_products_with_all_that_goes_with_them(rows: int, early: bool) -> None:
+    """Against the formulas in float64."""
+    from trivium.parts.kernels.batch import product
+    from trivium.parts.kernels.step import Scale, multiply
+
+    if early and not HOPPER:
+        pytest.skip("kernels that start early need a Hopper GPU")
+    arrived = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+    for outputs, inputs in ((70, 200), (96, 5000)):
+        x, residual = torch.randn(rows, inputs, device=DEVICE), torch.randn(rows, outputs, device=DEVICE)
+        weight, gate = torch.randn(2, outputs, inputs, device=DEVICE)
+        bias, other = torch.randn(2, outputs, device=DEVICE)
+        scale, shift = torch.randn(2, inputs, device=DEVICE)
+        wide = [tensor.double() for tensor in (x, weight, bias, gate, other, residual, scale, shift)]
+        normed = F.layer_norm(wide[0], (inputs,), wide[6], wide[7]) if rows == 1 else wide[0]
+        plain, gates = F.linear(normed, wide[1], wide[2]), F.linear(normed, wide[3], wide[4])
+        norm = {"scale": Scale(scale, shift, 1e-5, True)} if rows == 1 else {}
+        work: Any = multiply if rows == 1 else partial(product, arrived=arrived)
+        found = [
+            work(x, weight, bias, activation="gelu-tanh", early=early, **norm),
+            work(x, weight, bias, activation="silu", gated=(gate, other), early=early, **norm),
+            work(x, weight, bias, residual=residual.clone(), early=early, **norm),
+        ]
+        expected = [F.gelu(plain, approximate="tanh"), plain * F.silu(gates), plain + wide[5]]
+        for one, right in zip(found, expected, strict=True):
+            assert float((one.double() - right).norm() / right.norm()) < 1e-5
+    assert not arrived.any()
+
+
+@graphs
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("name", [*BLOCKS, *OTHERS])
+def test_graphs_write_what_the_plain_loop_on_the_cpu_writes(name: str, count: int) -> None:
+    made = model(BLOCKS[name] if name in BLOCKS else OTHERS[name])
+    samplings = [
+        GREEDY,
+        Sampling(temperature=0.9, top_k=20, top_p=0.9, repetition_penalty=1.2),
+        Sampling(temperature=0, repetition_penalty=1.5),
+        Sampling(),
+    ]
+    for wishes in (requests(count, [GREEDY], 60), requests(count, samplings, 60)):
+        texts: list[list[list[int]]] = []
+        for device in ("cuda", "cpu"):
+            made.to(device)
+            texts.append(texts_of(stream(made, wishes, end=7, rows=4), count))
+        assert others(*texts) <= len(wishes) // 8  # rounding may decide between two equal scores
+
+
+@graphs
+def test_sources_too_are_decoded_by_graphs() -> None:
+    made = tiny.model("t5-small", VOCAB)
+    wishes = [
+        Request(ids=(0,), tokens=9, sampling=GREEDY, seed=row, source=tiny.draw(row, 3 + 9 * row, VOCAB))
+        for row in range(5)
+    ]
+    texts = []
+    for device in ("cpu", "cuda"):
+        made.to(device)
+        texts.append(texts_of(stream(made, wishes, end=7, rows=2), len(wishes)))
+    assert all(texts[1])
+    assert others(*texts) <= 1  # rounding may decide between two equal scores
+
+
+@graphs
+@pytest.mark.parametrize("name", BLOCKS)
+def test_speculation_by_graphs_writes_the_greedy_text(name: str) -> None:
+    made = model(BLOCKS[name])
+    wishes = requests(3, [GREEDY], 90)
+    expected = texts_of(stream(made, wishes, end=7), len(wishes))
+    guessers: list[Speculate] = ["lookup", model(BLOCKS["llama"])]
+    for guesser in guessers:
+        found = texts_of(speculative(made, wishes, guesser, end=7), len(wishes))
+        assert all(found)
+        assert others(found, expected) <= 1  # rounding may decide between two equal scores
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("window", [0, 50])
+def test_the_attention_kernel_is_the_plain_attention(dtype: torch.dtype, new: int, window: int) -> None:
+    from trivium.parts.cache import Slots, plainly
+    from trivium.parts.kernels.decode import attend
+
+    for batch, heads, groups, longest, size in SHAPES if GPU else SHAPES[2:]:
+        slots = Slots(batch, longest, torch.device(DEVICE), direct=True)
+        slots.lengths_B.random_(0, longest - new)
+        query = torch.randn(batch, new, heads, size, device=DEVICE, dtype=dtype).transpose(1, 2)
+        keys, values = torch.randn(2, batch, groups, longest, size, device=DEVICE, dtype=dtype)
+        arrived = torch.zeros(batch, groups, dtype=torch.int32, device=DEVICE)
+        for _ in range(3):
+            found = attend(query, keys, values, slots.lengths_B, arrived, 0.2, window)
+            expected = plainly(query.float(), keys.float(), values.float(), slots, 0.2, window)
+            error = (found.float() - expected).norm() / expected.norm()
+            assert float(error) < (2e-6 if dtype == torch.float32 else 1e-2)
+        assert not arrived.any()
