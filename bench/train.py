@@ -1,283 +1,257 @@
-"""Training side by side: the same GPT-2 by trivium and by Hugging Face, with the same weights, in one process."""
+"""Training side by side: the same model by trivium and by a peer, with the same weights, in one process."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file, it sees only its own folder
+# as a file, it sees only its own folder, and profile.py there before Python's own
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.sort(key=lambda path: Path(path).resolve() == Path(__file__).resolve().parent)
 
-from bench.table import machine, rounds, summary, table
-from trivium.data.loader import Order
-from trivium.data.packing import Rows
-from trivium.data.shards import Stream
-from trivium.models.block import Block
-from trivium.models.config import ModelConfig, Stack
-from trivium.models.transformer import Transformer, build
-from trivium.optim.optimizers import AdamW
-from trivium.optim.schedules import Constant
-from trivium.parts.attention import MultiHead
-from trivium.text.kinds import Bytes
-from trivium.training.device import autocast, choose, settle
-from trivium.training.guards import Soundness
+from bench.formulas import Row, needed_flops, training_bytes, training_flops
+from bench.measure import Ceilings, ceilings, held, peak, size
+from bench.peers import Inputs, steps, translated, twin, unsettle
+from bench.table import Line, Work, fastest, machine, rounds, summary, table, typed
+from bench.torch_transformer import TorchTransformer
+from bench.workloads import CLIP, TINY, WORKLOADS, Workload, ground, pairs_of, row
+from trivium.data.bucketing import Buckets
+from trivium.data.loader import Order, Ordering
+from trivium.training.device import choose
 from trivium.training.job import Job
-from trivium.training.loop import computation, updates
-from trivium.training.recipe import BatchConfig, Recipe
-from trivium.training.scaling import scaler
+from trivium.training.loop import updates
+from trivium.training.prepare import Ground, job
+from trivium.training.recipe import Recipe
 
-OPTIM = AdamW(rate=3e-4)
-CLIP = 1.0
-
-# the parts of a block by our names
-MATRICES = (
-    "attention.query",
-    "attention.key",
-    "attention.value",
-    "attention.out",
-    "feedforward.up",
-    "feedforward.down",
-)
-NORMS = ("around_attention.norm", "around_feedforward.norm")
+HOW = {"on": "compiled", "off": "eager", "graphs": "compiled, in CUDA graphs"}
+WARM = 5  # steps before the clock runs: compilation, allocator, moments
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """The sizes of a GPT-2; the heads are of 64."""
+class Side(NamedTuple):
+    """One side in training: `run` makes so many updates and says how many real tokens they saw."""
 
-    width: int
-    layers: int
-    vocab: int = 8192
-    context: int = 256
-
-    @property
-    def heads(self) -> int:
-        return self.width // 64
+    run: Callable[[int], float]
+    others: float  # the bytes that were on the device when it came there
 
 
-SHAPES = {
-    "tiny": Shape(width=64, layers=2, vocab=128, context=32),  # for tests
-    "10m": Shape(width=320, layers=6),
-    "124m": Shape(width=768, layers=12, vocab=50_257, context=1024),
-}
+def our_side(made: Job, base: Ground, others: float) -> Side:
+    """Trivium's own training loop."""
+    endless = updates(made)
+    pairs = pairs_of(base.train)
+    # labels are what the loop counts; the sources of pairs are tokens too, as many for each label as in all pairs
+    ratio = 0.0 if pairs is None else float(pairs.sizes.sum()) / pairs.labels
+    each = base.recipe.batch.rows * row(base).tokens
+
+    def run(number: int) -> float:
+        return sum(update.count * ratio or each for update in itertools.islice(endless, number))
+
+    return Side(run, others)
 
 
-def ours(shape: Shape) -> ModelConfig:
-    """The GPT-2 block of trivium: learned positions, LayerNorm, tanh-GELU, biases, tied, no dropout."""
-    block = Block(attention=MultiHead(heads=shape.heads, bias="all"))
-    stack = Stack(layers=shape.layers, block=block)
-    return ModelConfig(width=shape.width, context=shape.context, vocab=shape.vocab, decoder=stack)
+def their_side(peer: nn.Module, base: Ground, recipe: Recipe, number: int) -> Side:
+    """The peer's loop over `number` batches that are on the device already, which costs it nothing."""
+    device = torch.device(recipe.device)
+    others = held(device) - (size(peer) if device.type == "cpu" else 0)
+    peer.to(device)
+    made = list(itertools.islice(their_batches(base), number))
+    sizes = [tokens for tokens, _ in made]
+    placed = [{name: tensor.to(device) for name, tensor in inputs.items()} for _, inputs in made]
+    count_of, fed = itertools.cycle(sizes), itertools.cycle(placed)
+    update = steps(peer, recipe, fed)
+
+    def run(many: int) -> float:
+        update(many)
+        return float(sum(itertools.islice(count_of, many)))
+
+    return Side(run, others)
 
 
-def theirs(shape: Shape) -> nn.Module:
-    """Hugging Face's GPT-2 of the same shape, set up for speed."""
-    config = transformers.GPT2Config(
-        vocab_size=shape.vocab,
-        n_positions=shape.context,
-        n_embd=shape.width,
-        n_layer=shape.layers,
-        n_head=shape.heads,
-        activation_function="gelu_pytorch_tanh",  # the same function as the default gelu_new, in one kernel
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    model: Any = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what it falls back to anyway, after a warning
-    return cast(nn.Module, model)
+def their_batches(base: Ground) -> Iterator[tuple[float, Inputs]]:
+    """The real tokens and the inputs of batches like ours; pairs are sorted by length and padded."""
+    batch, seed, pairs = base.recipe.batch, base.recipe.seed, pairs_of(base.train)
+    examples = base.train if pairs is None else pairs
+    order: Ordering = Order(len(examples), batch.rows, seed)
+    if pairs is not None:
+        order = Buckets(pairs.sizes, batch.tokens or batch.rows * base.recipe.data.pack, seed, align=8)
+    each, rng = row(base).tokens, np.random.default_rng(0)
+    for number in itertools.count():
+        numbers = order.batch(number * order.size)
+        tokens = len(numbers) * each if pairs is None else pairs.sizes[numbers].sum()
+        yield float(tokens), translated(base.task.inputs(examples.take(numbers), rng))
 
 
-def twins(shape: Shape, device: torch.device) -> tuple[Transformer, nn.Module]:
-    """The two models with the same weights; refused unless parameter counts and logits agree."""
-    first, second = build(ours(shape), seed=0), theirs(shape)
-    # moved off their special values, so that a bias or a gain in the wrong place shows
-    generator = torch.Generator().manual_seed(1)
+def check_losses(made: Job, base: Ground, peer: nn.Module) -> None:
+    """Refuse sides whose first losses differ: then the work is not the same."""
+    device = made.model.device
+    rows = pairs_of(base.train) or base.train
+    batch = base.task.inputs(rows.take(np.arange(2)), np.random.default_rng(0)).to(device)
     with torch.no_grad():
-        for parameter in first.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    copy(first, second)
-    if count(first) != count(second):
-        raise SystemExit(f"not the same model: {count(first):,} and {count(second):,} parameters")
-    first, second = first.eval(), second.eval()
-    tokens = torch.randint(shape.vocab, (2, shape.context), generator=generator)
-    with torch.inference_mode():
-        apart = float((first.head.logits(first(tokens).hidden) - second(tokens).logits).abs().max())
-    if not apart <= 1e-5:
-        raise SystemExit(f"not the same function: logits are up to {apart:.1e} apart")
-    return first.to(device), second.to(device)
+        made.model.train()
+        ours = float(base.task.loss(made.model.head, made.model(**batch.inputs), batch.targets)) / batch.count
+        theirs = float(peer.train()(**translated(batch)).loss)
+    if not abs(ours - theirs) <= 1e-4 * abs(theirs):
+        raise SystemExit(f"not the same work: the first losses are {ours:.5f} and {theirs:.5f}")
 
 
-def count(model: nn.Module) -> int:
-    """Distinct parameters, tied ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def sides(base: Ground, against: str, batches: int) -> dict[str, Callable[[], Side]]:
+    """Trivium and its peer, each brought to the device when its turn to warm up has come.
+
+    A peer whose shapes vary is there eager too, since compilation may not pay for it.
+    """
+    recipe, device = base.recipe, torch.device(base.recipe.device)
+    others = held(device)
+    made = job(base, sys.maxsize)
+    peers: dict[str, tuple[nn.Module, Recipe]] = {}
+    if against != "none":
+        unsettle(made.model)
+        peer = twin(made.model)
+        check_losses(made, base, peer)
+        if not isinstance(peer, TorchTransformer):
+            peers["hf"] = peer, recipe
+        elif recipe.compile != "off":
+            peers["torch compiled"] = twin(made.model), recipe
+        if isinstance(peer, TorchTransformer):
+            peers["torch eager"] = peer, replace(recipe, compile="off")
+    away = [peer.to("cpu") for peer, _ in peers.values()]
+    others += sum(map(size, away)) if device.type == "cpu" else 0
+    found: dict[str, Callable[[], Side]] = {"trivium": lambda: our_side(made, base, others)}
+    return found | {name: partial(their_side, peer, base, how, batches) for name, (peer, how) in peers.items()}
 
 
-@torch.no_grad()
-def copy(source: Transformer, target: nn.Module) -> None:
-    """Give Hugging Face's GPT-2 the weights of ours; its Conv1D keeps matrices as [inputs, outputs]."""
-    weights = dict(source.named_parameters())
-    found: dict[str, Tensor] = {
-        "transformer.wte.weight": weights["embedding.weight"],
-        "transformer.wpe.weight": weights["decoder.positions.0.table"],
-        "transformer.ln_f.weight": weights["decoder.final.weight"],
-        "transformer.ln_f.bias": weights["decoder.final.bias"],
-    }
-    for layer in range(source.config.layers):
-        for kind in ("weight", "bias"):
-            own: dict[str, Tensor] = {}
-            for name in MATRICES + NORMS:
-                tensor = weights[f"decoder.blocks.{layer}.{name}.{kind}"]
-                own[name] = tensor.mT if tensor.ndim == 2 else tensor
-            merged = torch.cat([own[f"attention.{name}"] for name in ("query", "key", "value")], dim=-1)
-            renamed = {
-                "ln_1": own["around_attention.norm"],
-                "attn.c_attn": merged,
-                "attn.c_proj": own["attention.out"],
-                "ln_2": own["around_feedforward.norm"],
-                "mlp.c_fc": own["feedforward.up"],
-                "mlp.c_proj": own["feedforward.down"],
-            }
-            found |= {f"transformer.h.{layer}.{name}.{kind}": tensor for name, tensor in renamed.items()}
-    for name, parameter in target.named_parameters():
-        parameter.copy_(found.pop(name))
-    assert not found
+def lines(
+    waiting: dict[str, Callable[[], Side]],
+    base: Ground,
+    *,
+    number: int,
+    of: int,
+    ceiling: Ceilings,
+    device: torch.device,
+) -> list[Line]:
+    """The table of `number` rounds of `of` steps each."""
+    each = row(base)
+    flops = training_flops(base.recipe.model, each) / each.tokens
+    found: dict[str, Side] = {}
+    memory: dict[str, float | None] = {}
+    for name, enter in waiting.items():
+        side = found[name] = enter()
+        side.run(WARM)
+        memory[name] = peak(device, side.others, partial(side.run, 2))
+    tokens: dict[str, list[float]] = {name: [] for name in found}
 
+    def counted(name: str, side: Side) -> Callable[[], object]:
+        return lambda: tokens[name].append(side.run(of))
 
-def recipe(
-    shape: Shape, *, device: torch.device, dtype: Literal["auto", "fp32", "bf16"], compiled: bool, rows: int
-) -> Recipe:
-    """What both sides are told."""
-    wanted = Recipe(
-        model=ours(shape),
-        device=str(device),
-        precision=dtype,
-        compile="on" if compiled else "off",
-        clip=CLIP,
-        optim=OPTIM,
-        schedule=Constant(),
-        batch=BatchConfig(rows=rows),
-    )
-    return settle(wanted)
-
-
-def our_steps(model: Transformer, plan: Recipe, rows: Rows, number: int) -> Callable[[], None]:
-    """`number` updates by trivium's own training loop."""
-    task = plan.objective.bind(Bytes().build([]), plan.model)  # its ids do not matter: nothing is masked
-    job = Job(
-        recipe=plan,
-        model=model,
-        task=task,
-        average=plan.average.build(model),
-        scaler=scaler(plan.precision),
-        micro=plan.micro,
-        optimizer=plan.optim.build(model),
-        rows=rows,
-        order=Order(len(rows), plan.batch.rows, plan.seed),
-        soundness=Soundness(plan.nonfinite, model.device),
-        compute=computation(model, task, autocast(plan), plan.compile == "on"),
-        total=sys.maxsize,
-    )
-    endless = updates(job)
-
-    def run() -> None:
-        for _ in range(number):
-            next(endless)
-
-    return run
-
-
-def their_steps(model: nn.Module, plan: Recipe, rows: Rows, number: int) -> Callable[[], None]:
-    """`number` updates by the loop that a user of Hugging Face writes: same optimizer, groups, clipping and rows."""
-    device = torch.device(plan.device)
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    plain = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": OPTIM.decay},
-        {"params": plain, "weight_decay": 0.0},
+    seconds = rounds({name: counted(name, side) for name, side in found.items()}, number, device, time.perf_counter)
+    peers = list(found)[1:] or list(found)
+    best = fastest(summary(seconds, tokens=tokens, steps=of), peers)
+    plain = summary(seconds, tokens=tokens, steps=of, against=best)
+    return [
+        line._replace(
+            work=Work(
+                rate=line.tokens_per_second * flops,
+                share=line.tokens_per_second * flops / ceiling.flops,
+                memory=memory[line.side],
+            )
+        )
+        for line in plain
     ]
-    betas = (OPTIM.beta1, OPTIM.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=OPTIM.rate, betas=betas, eps=OPTIM.eps, fused=True)
-    order = Order(len(rows), plan.batch.rows, plan.seed)
-    cursor = 0
-    half: Callable[[], contextlib.AbstractContextManager[object]] = autocast(plan)
-    forward: Callable[..., Any] = torch.compile(model) if plan.compile == "on" else model
-    model.train()
-
-    def run() -> None:
-        nonlocal cursor
-        for _ in range(number):
-            tokens = torch.from_numpy(rows.take(order.batch(cursor)).ids[:, :-1]).to(device)
-            with half():
-                loss = forward(tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            cursor += len(tokens)
-
-    return run
 
 
-def random_rows(shape: Shape, number: int) -> Rows:
-    """Rows of random ids: nothing to learn, but speed does not depend on that."""
-    ids = np.random.default_rng(0).integers(0, shape.vocab, number * shape.context + 1).astype(np.uint16)
-    return Rows(Stream(ids=ids, starts=np.zeros(1, np.int64), text_bytes=len(ids)), shape.context)
+def floor(base: Ground, each: Row, ceiling: Ceilings) -> str:
+    """The two numbers: the least time for what must be computed, and for what must be moved."""
+    model, batch = base.recipe.model, base.recipe.batch
+    rows: float = batch.rows
+    if base.recipe.data.paired:  # full batches of mean pairs
+        rows = (batch.tokens or batch.rows * base.recipe.data.pack) / max(each.source, each.target)
+    compute = needed_flops(model, each) * rows / ceiling.flops
+    move = training_bytes(model, each, round(rows)) / ceiling.bandwidth
+    return (
+        f"floor of a step: {compute * 1e3:.1f} ms of products at {ceiling.flops / 1e12:.3g} TFLOP/s, "
+        f"{move * 1e3:.1f} ms of memory at {ceiling.bandwidth / 1e12:.3g} TB/s (both measured here)"
+    )
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    shared(parser, list(WORKLOADS))
+    training(parser)
+    parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round")
+    return parser.parse_args(given)
+
+
+def shared(parser: argparse.ArgumentParser, workloads: Sequence[str]) -> None:
+    """The options of every benchmark."""
+    parser.add_argument("--workload", choices=workloads, default=workloads[0])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--against", choices=["hf", "none"], default="hf", help="none times trivium alone")
-    parser.add_argument("--shape", choices=list(SHAPES), default="10m")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--rows", type=int, default=8, help="rows in a batch")
     parser.add_argument("--threads", type=int, default=0, help="0: as torch chooses")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default=None, help="default: bf16 on cuda, else fp32")
-    parser.add_argument("--compile", action="store_true", help="torch.compile on both sides")
-    return parser.parse_args(given)
+    parser.add_argument("--tiny", action="store_true", help="the workload with a model of a few thousand weights")
+
+
+def training(parser: argparse.ArgumentParser) -> None:
+    """The options of those that train."""
+    parser.add_argument("--rows", type=int, default=0, help="rows of a batch, or tokens of one of pairs; 0: the usual")
+    parser.add_argument("--pack", type=int, help="pairs: tokens a side of a row of several; 0: a row each, padded")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp8"], help="default: bf16 on cuda, else fp32")
+    parser.add_argument("--data", default="", help="pairs: FILE.tsv or SOURCE,TARGET; default: the package's Tatoeba")
+    how = parser.add_mutually_exclusive_group()
+    parser.set_defaults(compiled="auto")
+    how.add_argument("--compile", dest="compiled", action="store_const", const="on", help="both sides; usual on cuda")
+    how.add_argument("--eager", dest="compiled", action="store_const", const="off", help="neither side")
+    how.add_argument("--graphs", dest="compiled", action="store_const", const="graphs", help="trivium's compile=graphs")
+
+
+def workload_of(args: argparse.Namespace, device: torch.device) -> tuple[Workload, Recipe]:
+    """The workload that was asked for, and what trivium is told."""
+    workload = (TINY if args.tiny else WORKLOADS)[args.workload]
+    if args.pack is not None:
+        workload = replace(workload, pack=args.pack)
+    recipe = workload.recipe(
+        device=str(device),
+        precision=args.precision or ("bf16" if device.type == "cuda" else "fp32"),
+        compiled=args.compiled,
+        rows=args.rows,
+        threads=args.threads,
+    )
+    return workload, recipe
 
 
 def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
     if args.threads:
         torch.set_num_threads(args.threads)
-    shape, device = SHAPES[args.shape], choose(args.device)
-    plan = recipe(
-        shape,
-        device=device,
-        dtype=args.dtype or ("bf16" if device.type == "cuda" else "fp32"),
-        compiled=args.compile,
-        rows=args.rows,
-    )
-    first, second = twins(shape, device)
-    rows = random_rows(shape, 64 * args.rows)
-    sides = {"trivium": our_steps(first, plan, rows, args.steps)}
-    if args.against == "hf":
-        sides["hf"] = their_steps(second, plan, rows, args.steps)
-    rounds(sides, 2, device, time.perf_counter)  # warm-up: compilation, allocator, moments
-    seconds = rounds(sides, args.rounds, device, time.perf_counter)
-    tokens = args.steps * args.rows * shape.context
-    how = f"{plan.precision}, {'compiled' if args.compile else 'eager'}, AdamW fused, clip {CLIP:g}"
-    print(f"training a GPT-2 of {count(first):,} parameters ({shape}), {args.rows} rows a step, {how}")
+    device = choose(args.device)
+    workload, recipe = workload_of(args, device)
+    ceiling = ceilings(device, time.perf_counter, tiny=args.tiny)
+    with tempfile.TemporaryDirectory() as scratch:
+        base = ground(workload, recipe, Path(scratch), data=args.data)
+        waiting = sides(base, args.against, batches=16)
+        told = lines(waiting, base, number=args.rounds, of=args.steps, ceiling=ceiling, device=device)
+        each = row(base)
+    recipe = base.recipe
+    batch = f"{recipe.batch.size} {recipe.batch.unit}" + f" of {recipe.data.pack} a side" * bool(recipe.data.pack)
+    how = f"{recipe.precision}, {HOW[recipe.compile]}, AdamW fused, clip {CLIP:g}"
+    many = f"{recipe.model.parameters():,} parameters"
+    print(f"training {args.workload}: {many}, {batch} a step, {each} tokens a row, {how}")
     print(f"forward, loss, backward, clipping, update; {args.rounds} rounds of {args.steps} steps, sides in turn")
-    print(*table(summary(seconds, tokens=tokens, steps=args.steps), "step"), sep="\n")
+    print(*table(told, "step"), sep="\n")
+    print(floor(base, each, ceiling))
     print(machine(device, {"torch": torch.__version__, "transformers": transformers.__version__}))
 
 
 if __name__ == "__main__":
-    main()
+    typed(main)
