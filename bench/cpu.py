@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from bench.decode import Texts, our_decoding, their_decoding, their_loop
 from bench.peers import count, hugging_face, steps, translated, twin, twins, unsettle
-from bench.table import Line, machine, rounds, summary, table
+from bench.table import Line, machine, rounds, summary, table, typed
 from bench.workloads import CLIP, Workload, dry, ground
 from trivium.api import load
 from trivium.generation.embed import pooled
@@ -293,4 +293,4 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typed(main)

@@ -241,6 +241,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
+    if min(args.batch, args.rounds) < 1:
+        raise SystemExit("--batch and --rounds are at least 1")
     if args.threads:
         torch.set_num_threads(args.threads)
     device = choose(args.device)
