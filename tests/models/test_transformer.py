@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.battery import lively, logits, some_ids
 from tests.cases import CASES, CONTEXT, VOCAB, Case
 from trivium.errors import ConfigError, RequestError
-from trivium.models.block import Block, Parallel
+from trivium.models.block import Block, Parallel, StandardBlock
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.transformer import Transformer, build, load_weights, weights
 from trivium.parts.attention import MultiHead
@@ -144,12 +144,13 @@ def test_layers_with_equal_position_options_share_one_table() -> None:
     assert decoder.position_of == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("place", ["embedding", "block", "attention", "feedforward"])
+@pytest.mark.parametrize("place", ["embedding", "block", "locked", "attention", "feedforward"])
 def test_dropout_in_each_place_acts_in_training_only(place: str) -> None:
     block = Block(
         attention=MultiHead(dropout=0.5 if place == "attention" else 0.0),
         feedforward=Mlp(dropout=0.5 if place == "feedforward" else 0.0),
         dropout=0.5 if place == "block" else 0.0,
+        lock=0.5 if place == "locked" else 0.0,
     )
     config = ModelConfig(width=16, context=8, vocab=VOCAB, decoder=Stack(layers=1, block=block))
     if place == "embedding":
@@ -163,6 +164,23 @@ def test_dropout_in_each_place_acts_in_training_only(place: str) -> None:
     assert twice()
     drawn.train()
     assert not twice()
+
+
+def test_a_block_loses_the_same_features_in_all_places_of_a_row() -> None:
+    block = Block(lock=0.5, position=NoPositions())
+    drawn = lively(ModelConfig(width=64, context=8, vocab=VOCAB, decoder=Stack(layers=1, block=block))).train()
+    decoder = drawn.decoder
+    assert decoder is not None
+    seen: list[tuple[Tensor, Tensor]] = []
+    around = cast(StandardBlock, decoder.blocks[0]).around_feedforward
+    leave = around.leave
+    around.leave = lambda x, y: seen.append((x, y)) or leave(x, y)
+    logits(drawn, some_ids(3, 8))
+    ((_, fed_BTD),) = seen
+    lost_BTD = fed_BTD == 0
+    assert torch.equal(lost_BTD, lost_BTD[:, :1].expand_as(lost_BTD))
+    assert 10 < int(lost_BTD[0, 0].sum()) < 54  # of 64, half on average
+    assert not torch.equal(lost_BTD[0], lost_BTD[1])
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])

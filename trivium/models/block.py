@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trivium.config import fraction, place
 from trivium.parts.attention import ATTENTIONS, Attention, MultiHead
 from trivium.parts.cache import LayerCache
-from trivium.parts.dropout import dropout
+from trivium.parts.dropout import dropout, locked
 from trivium.parts.feedforward import FEEDFORWARDS, FeedForward, Mlp
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import NORMS, LayerNorm, Norm
@@ -50,9 +50,11 @@ class Block:
     residual: Residual = place(RESIDUALS, Pre())
     position: Position = place(POSITIONS, Learned())
     dropout: float = 0.0  # of each sub-layer's output
+    lock: float = 0.0  # share of its features that a row loses in all of its places (Gal and Ghahramani)
 
     def __post_init__(self) -> None:
         fraction("dropout", self.dropout)
+        fraction("lock", self.lock)
 
     def costs(self, site: Site) -> Iterator[tuple[str, Callable[[], Cost]]]:
         yield "attention", lambda: self.attention.cost(site)
@@ -135,17 +137,18 @@ class StandardBlock(nn.Module):
             self.around_cross = options.residual.build(site, options.norm, options.dropout)
         self.feedforward = options.feedforward.build(site)
         self.around_feedforward = options.residual.build(site, options.norm, options.dropout)
+        self.lock = options.lock
 
     def forward(self, x: Tensor, here: Around) -> Tensor:
         around = cast(Connection, self.around_attention)
         y = self.attention(around.enter(x), here.mask, here.position, here.prepared, here.cache, here.start)
-        x = around.leave(x, y)
+        x = around.leave(x, locked(y, self.lock, self.training))
         if self.cross is not None:
             around = cast(Connection, self.around_cross)
             y = self.cross(around.enter(x), here.source_mask, here.position, None, here.cache, source_BSD=here.source)
-            x = around.leave(x, y)
+            x = around.leave(x, locked(y, self.lock, self.training))
         around = cast(Connection, self.around_feedforward)
-        return around.leave(x, self.feedforward(around.enter(x)))
+        return around.leave(x, locked(self.feedforward(around.enter(x)), self.lock, self.training))
 
 
 class ParallelBlock(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trivium.config import at_least, fraction, place
 from trivium.errors import RequestError
-from trivium.parts.dropout import dropout
+from trivium.parts.dropout import dropout, locked
 from trivium.parts.norms import NORMS, Norm
 from trivium.parts.site import MOST, Cost, NoPart, Site
 
@@ -93,9 +93,7 @@ class TokenEmbedding(nn.Module):
     def leave(self, x_BTD: Tensor) -> Tensor:
         """What the first block reads: after positions were added."""
         x_BTD = x_BTD if self.norm is None else cast(Tensor, self.norm(x_BTD))
-        if self.training and self.lock:
-            x_BTD = x_BTD * dropout(x_BTD.new_ones(len(x_BTD), 1, x_BTD.shape[2]), self.lock, True)
-        return dropout(x_BTD, self.dropout, self.training)
+        return dropout(locked(x_BTD, self.lock, self.training), self.dropout, self.training)
 
 
 def _swapped(tokens_BT: Tensor, share: float) -> Tensor:
