@@ -19,6 +19,7 @@ ROWS = (
     ("evaluation",),
     ("training", "server"),
     ("compare",),
+    ("handle",),
     ("api",),
     ("cli",),
     ("__main__",),

@@ -36,6 +36,10 @@ _OTHERS = {
 }
 
 
+def quiet(*args: object) -> None:
+    """Nobody watches."""
+
+
 def permuted(matrix: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """As llama.cpp's converter lays out the rows of queries and keys of LLaMA."""
     return (

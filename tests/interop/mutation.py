@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from trivium.errors import CheckpointError, DataError
 
 
 def mutated(raw: bytes, draw: random.Random, front: int) -> bytes:
@@ -26,3 +30,12 @@ def mutated(raw: bytes, draw: random.Random, front: int) -> bytes:
                 number = draw.choice((0, 1, 2**31 - 1, 2**32 - 1, 2**63, 2**64 - 1))
                 raw = raw[:at] + struct.pack("<Q", number) + raw[at + 8 :]
     return raw
+
+
+def refusal(opened: Callable[[Path], object], path: Path) -> str:
+    """The sentence with which a file is refused, if it is."""
+    try:
+        opened(path)
+    except (CheckpointError, DataError) as error:
+        return str(error)
+    return ""

@@ -31,10 +31,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.oracle.copying import enliven, ids, logits, near, near_states, states
+from tests.oracle.copying import enliven, ids, logits, near, near_states, same_text, states
 from trivium.errors import CheckpointError
-from trivium.generation.engine import Request, stream
-from trivium.generation.sampling import Sampling
 from trivium.interop.alike import resolved
 from trivium.interop.architectures import ARCHITECTURES
 from trivium.interop.fields import Fields
@@ -213,20 +211,6 @@ def exported(module: Transformer, folder: Path) -> list[str]:
     return said
 
 
-def greedy(theirs: Any, ours: Transformer, tokens_1T: torch.Tensor) -> None:
-    with torch.no_grad():
-        expected = theirs.generate(
-            tokens_1T,
-            attention_mask=torch.ones_like(tokens_1T),
-            max_new_tokens=32,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, tokens_1T.shape[1] :].tolist()
-    request = Request(ids=tuple(tokens_1T[0].tolist()), tokens=32, sampling=Sampling(temperature=0), seed=0)
-    assert [token.id for token in stream(ours, [request], end=None)] == expected
-
-
 @pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
 def test_a_saved_model_gives_the_same_numbers_here_and_there_again(
     make: Callable[[Draw], PreTrainedConfig], tmp_path: Path, count: Callable[[int, int], int]
@@ -243,7 +227,7 @@ def test_a_saved_model_gives_the_same_numbers_here_and_there_again(
             expected = theirs(tokens_BT, output_hidden_states=True)
         near(logits(ours, tokens_BT), expected.logits)
         near_states(states(ours.decoder, partial(ours, tokens_BT)), expected.hidden_states)
-        greedy(theirs, ours, tokens_BT[:1, :7])
+        same_text(theirs, ours, tokens_BT[:1, :7])
         said = exported(ours, folder / "ours")
         assert f"exported as {same_kind(config)};" in said[-1]
         returned(theirs, folder, tokens_BT, expected.logits)

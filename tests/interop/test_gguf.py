@@ -25,10 +25,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.interop.gguf_models import alive, gguf, quantised, write, written_text
-from tests.interop.mutation import mutated
+from tests.interop.gguf_models import alive, gguf, quantised, quiet, write, written_text
+from tests.interop.mutation import mutated, refusal
 from tests.oracle.copying import ids, logits, near
-from trivium.errors import CheckpointError, DataError
+from trivium.errors import CheckpointError
 from trivium.interop.architectures.architecture import first_block
 from trivium.interop.foreign import Foreign
 from trivium.interop.gguf import open_gguf
@@ -38,21 +38,8 @@ from trivium.parts.positions import Llama3, Rotary
 VOCAB = 61
 
 
-def quiet(*args: object) -> None:
-    """Nobody watches."""
-
-
 def opened(path: Path) -> Foreign:
     return open_gguf(path, say=quiet, tick=quiet)
-
-
-def refusal(path: Path) -> str:
-    """The sentence with which a file is refused, if it is."""
-    try:
-        opened(path)
-    except (CheckpointError, DataError) as error:
-        return str(error)
-    return ""
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
@@ -327,7 +314,7 @@ def test_mutated_files_give_clean_errors_in_bounded_memory_and_time(
             path.write_bytes(raw)
             tracemalloc.reset_peak()
             began, before = time.monotonic(), tracemalloc.get_traced_memory()[0]
-            sentence = refusal(path)
+            sentence = refusal(opened, path)
             assert not sentence or str(path) in sentence
             assert "\n" not in sentence
             refused += bool(sentence)

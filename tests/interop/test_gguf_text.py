@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.integrations.gguf import convert_gguf_tokenizer
 
-from tests.interop.gguf_models import opened_by_transformers, written_text
+from tests.interop.gguf_models import opened_by_transformers, quiet, written_text
 from tests.oracle.copying import logits
 from trivium.errors import DataError, RequestError
 from trivium.interop.gguf import open_gguf
@@ -44,10 +44,6 @@ TEXTS = [
     "²³ ½ ٣٤٥",
     "\x00\x7f\u200b",
 ]
-
-
-def quiet(*args: object) -> None:
-    """Nobody watches."""
 
 
 def reread(tokenizer: Tokenizer, vocab: int = 0) -> Tokenizer:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interop.gguf_models import gguf, opened_by_transformers, permuted
+from tests.interop.gguf_models import gguf, opened_by_transformers, permuted, quiet
 from tests.oracle.copying import enliven, ids, logits, near
 from trivium.errors import CheckpointError, RequestError, TriviumError
 from trivium.interop import gguf_write
@@ -38,10 +38,6 @@ from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Sc
 from trivium.parts.residual import Sandwich
 
 VOCAB = 71
-
-
-def quiet(*args: object) -> None:
-    """Nobody watches."""
 
 
 def small(**changes: Any) -> Shape:

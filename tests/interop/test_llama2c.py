@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.interop.gguf_models import alive, permuted
-from tests.interop.mutation import mutated
+from tests.interop.gguf_models import alive, permuted, quiet
+from tests.interop.mutation import mutated, refusal
 from tests.oracle.copying import ids, logits, near
 from trivium.errors import CheckpointError, DataError
 from trivium.generation.engine import Request, stream
@@ -37,21 +37,8 @@ TOLD = (
 )
 
 
-def quiet(*args: object) -> None:
-    """Nobody watches."""
-
-
 def opened(path: Path) -> Foreign:
     return open_llama2c(path, say=quiet, tick=quiet)
-
-
-def refusal(path: Path) -> str:
-    """The sentence with which a file is refused, if it is."""
-    try:
-        opened(path)
-    except (CheckpointError, DataError) as error:
-        return str(error)
-    return ""
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +187,7 @@ def test_mutated_files_give_clean_errors(tmp_path: Path, count: Callable[[int, i
         else:
             path.write_bytes(weights)
             (tmp_path / "tok512.bin").write_bytes(mutated(pieces, draw, front=len(pieces)))
-        sentence = refusal(path)
+        sentence = refusal(opened, path)
         assert not sentence or str(tmp_path) in sentence
         assert "\n" not in sentence
         refused += bool(sentence)

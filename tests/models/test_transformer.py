@@ -22,6 +22,7 @@ from trivium.parts.embeddings import Tokens
 from trivium.parts.feedforward import Mlp
 from trivium.parts.masks import Mask
 from trivium.parts.positions import Learned, NoPositions, Positions, Rotary
+from trivium.parts.residual import Post, Pre, Residual, Sandwich
 
 ORDER = torch.tensor([3, 0, 6, 1, 5, 2, 4])
 BAG = Stack(layers=2, block=Block(position=NoPositions()))
@@ -293,6 +294,22 @@ def test_computing_again_gives_the_same_gradients_bit_for_bit(family: str) -> No
         results.append([hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(results[0]) > 10
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("residual", [Pre(), Post(), Sandwich()])
+def test_a_narrow_stream_is_narrow_in_all_blocks_and_in_training_only(residual: Residual) -> None:
+    stack = Stack(layers=3, block=Block(residual=residual))
+    drawn = build(ModelConfig(width=16, context=8, vocab=VOCAB, decoder=stack), seed=3).train()
+    drawn.stream = torch.bfloat16
+    decoder, seen = drawn.decoder, list[torch.dtype]()
+    assert decoder is not None
+    for block in decoder.blocks:
+        block.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        drawn(some_ids(2, 6))
+        assert seen == [torch.bfloat16] * 3
+        drawn.eval()(some_ids(2, 6))
+    assert seen[3:] == [torch.float32] * 3
 
 
 def _with_dropout(config: ModelConfig) -> ModelConfig:

@@ -1,6 +1,6 @@
 """Weights of other libraries' models in ours, for tests only, by the names that imports know."""
 
-# B batch, T tokens, V vocabulary
+# B batch, T tokens, S source, V vocabulary
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trivium.generation.engine import Request, stream
+from trivium.generation.sampling import Sampling
 from trivium.interop.architectures import ARCHITECTURES
 from trivium.interop.names import Rule, Rules, same
 from trivium.models.transformer import Transformer, load_weights, weights
@@ -100,6 +102,12 @@ def ids(rows: int, length: int, seed: int, vocab: int) -> Tensor:
     return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def left_padded(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Three rows of 9 ids that begin with 0, 2 and 5 of padding: the ids, which of them are real, their positions."""
+    at_1T, pads_B1 = torch.arange(9)[None], torch.tensor([[0], [2], [5]])
+    return ids(3, 9, 3, vocab), at_1T >= pads_B1, (at_1T - pads_B1).clamp(min=0)
+
+
 def near(actual: Tensor, expected: Tensor, within: float = 1e-5) -> None:
     """Within 1e-5, relative where logits are large."""
     torch.testing.assert_close(actual, expected, atol=within, rtol=within)
@@ -129,6 +137,36 @@ def near_states(found: list[Tensor], theirs: tuple[Tensor, ...], real_BT: Tensor
     assert len(found) == len(theirs) > 2
     for mine, expected in zip([*found[:-2], found[-1]], theirs[1:], strict=True):
         near(mine if real_BT is None else mine[real_BT], expected if real_BT is None else expected[real_BT])
+
+
+def near_sides(theirs: Any, ours: Transformer, source_BS: Tensor, real_BS: Tensor, target_BT: Tensor) -> None:
+    """Layer by layer, both sides of an encoder-decoder."""
+    inputs = {"input_ids": source_BS, "attention_mask": real_BS.long(), "decoder_input_ids": target_BT}
+    with torch.no_grad():
+        other = theirs(**inputs, output_hidden_states=True)
+
+    def run() -> object:
+        return ours(target_BT, source=source_BS, source_padding=real_BS)
+
+    near_states(states(ours.encoder, run), other.encoder_hidden_states, real_BS)
+    near_states(states(ours.decoder, run), other.decoder_hidden_states)
+
+
+def same_text(theirs: Any, ours: Transformer, tokens_1T: Tensor, *, tokens: int = 32) -> list[int]:
+    """The greedy continuation, in which both must agree."""
+    with torch.no_grad():
+        whole_1T = theirs.generate(
+            tokens_1T,
+            attention_mask=torch.ones_like(tokens_1T),
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    expected: list[int] = whole_1T[0, tokens_1T.shape[1] :].tolist()
+    request = Request(ids=tuple(tokens_1T[0].tolist()), tokens=tokens, sampling=Sampling(temperature=0), seed=0)
+    assert [token.id for token in stream(ours, [request], end=None)] == expected
+    return expected
 
 
 def near_gradients(theirs: nn.Module, ours: Transformer, kind: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
 
-from tests.oracle.copying import copy, enliven, ids, logits, near, near_states, states
+from tests.oracle.copying import copy, enliven, ids, logits, near, near_sides
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS, bart
 from trivium.models.transformer import Transformer, build
@@ -85,16 +85,7 @@ def test_logits_equal_those_of_transformers(pair: Pair, seed: int) -> None:
 @pytest.mark.parametrize("pair", [bart_pair, marian_pair])
 def test_every_layer_equals_that_of_transformers(pair: Pair) -> None:
     theirs, ours = pair(2)
-    source_BS, real_BS, target_BT = text(2)
-    inputs = {"input_ids": source_BS, "attention_mask": real_BS.long(), "decoder_input_ids": target_BT}
-    with torch.no_grad():
-        other = theirs(**inputs, output_hidden_states=True)
-
-    def run() -> object:
-        return ours(target_BT, source=source_BS, source_padding=real_BS)
-
-    near_states(states(ours.encoder, run), other.encoder_hidden_states, real_BS)
-    near_states(states(ours.decoder, run), other.decoder_hidden_states)
+    near_sides(theirs, ours, *text(2))
 
 
 @pytest.mark.parametrize("pair", [bart_pair, marian_pair])

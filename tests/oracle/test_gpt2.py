@@ -11,9 +11,18 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-from tests.oracle.copying import copy, enliven, ids, logits, near, near_gradients, near_states, states
-from trivium.generation.engine import Request, stream
-from trivium.generation.sampling import Sampling
+from tests.oracle.copying import (
+    copy,
+    enliven,
+    ids,
+    left_padded,
+    logits,
+    near,
+    near_gradients,
+    near_states,
+    same_text,
+    states,
+)
 from trivium.models.presets import PRESETS, gpt
 from trivium.models.transformer import Transformer, build
 
@@ -50,9 +59,7 @@ def test_the_full_context_equals_too() -> None:
 
 def test_left_padded_logits_equal_those_of_transformers() -> None:
     theirs, ours = pair(first=False)
-    tokens_BT, pads_B1 = ids(3, 9, 3, VOCAB), torch.tensor([[0], [2], [5]])
-    at_1T = torch.arange(9)[None]
-    real_BT, positions_BT = at_1T >= pads_B1, (at_1T - pads_B1).clamp(min=0)
+    tokens_BT, real_BT, positions_BT = left_padded(VOCAB)
     mine = logits(ours, tokens_BT, padding=real_BT, positions=positions_BT)
     with torch.no_grad():
         other = theirs(tokens_BT, attention_mask=real_BT.long(), position_ids=positions_BT).logits
@@ -80,19 +87,8 @@ def test_every_layer_equals_that_of_transformers(first: bool) -> None:
 @pytest.mark.parametrize("prompt", [3, 9])
 def test_a_greedy_continuation_equals_that_of_transformers(prompt: int) -> None:
     theirs, ours = pair(first=False, spread=0.6)
-    tokens_1T = ids(1, prompt, prompt, VOCAB)
-    with torch.no_grad():
-        text = theirs.generate(
-            tokens_1T,
-            attention_mask=torch.ones_like(tokens_1T),
-            max_new_tokens=32,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, prompt:].tolist()
-    request = Request(ids=tuple(tokens_1T[0].tolist()), tokens=32, sampling=Sampling(temperature=0), seed=0)
-    assert [token.id for token in stream(ours, [request], end=None)] == text
-    assert len(set(text)) > 4  # it says something
+    found = same_text(theirs, ours, ids(1, prompt, prompt, VOCAB))
+    assert len(set(found)) > 4  # it says something
 
 
 def test_a_missed_transpose_of_the_square_matrix_shows() -> None:

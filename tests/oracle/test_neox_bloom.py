@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from tests.oracle.copying import copy, enliven, ids, logits, near, near_states, states
+from tests.oracle.copying import copy, enliven, ids, left_padded, logits, near, near_states, states
 from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build
@@ -97,9 +97,7 @@ def test_logits_of_bloom_equal_those_of_transformers(seed: int, heads: int) -> N
 @pytest.mark.parametrize("pair", [lambda: neox_pair(3, 0.25), lambda: bloom_pair(3, 6)], ids=["neox", "bloom"])
 def test_left_padded_logits_equal_those_of_transformers(pair: Any) -> None:
     theirs, ours = pair()
-    tokens_BT, pads_B1 = ids(3, 9, 3, VOCAB), torch.tensor([[0], [2], [5]])
-    at_1T = torch.arange(9)[None]
-    real_BT, positions_BT = at_1T >= pads_B1, (at_1T - pads_B1).clamp(min=0)
+    tokens_BT, real_BT, positions_BT = left_padded(VOCAB)
     with torch.no_grad():
         other = theirs(tokens_BT, attention_mask=real_BT.long()).logits
     mine = logits(ours, tokens_BT, padding=real_BT, positions=positions_BT)

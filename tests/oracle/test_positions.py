@@ -21,6 +21,7 @@ from transformers.models.marian.modeling_marian import MarianSinusoidalPositiona
 from transformers.models.t5.modeling_t5 import T5Attention, T5Config
 from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
 
+from tests.parts.drawing import random
 from trivium.parts.positions import (
     Alibi,
     BucketPositions,
@@ -37,11 +38,6 @@ from trivium.parts.positions import (
     Yarn,
 )
 from trivium.parts.site import Site
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
 
 # added to the embeddings
 

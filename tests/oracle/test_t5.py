@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from tests.oracle.copying import copy, enliven, ids, logits, near, near_gradients, near_states, states
+from tests.oracle.copying import copy, enliven, ids, logits, near, near_gradients, near_sides
 from trivium.models.presets import PRESETS, t5
 from trivium.models.transformer import Transformer, build
 
@@ -84,16 +84,7 @@ def test_far_buckets_equal_those_of_transformers(version: Version) -> None:
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
 def test_every_layer_equals_that_of_transformers(version: Version) -> None:
     theirs, ours = pair(version, SHAPES[0], seed=4)
-    source_BS, real_BS, target_BT = text(4)
-    inputs = {"input_ids": source_BS, "attention_mask": real_BS.long(), "decoder_input_ids": target_BT}
-    with torch.no_grad():
-        other = theirs(**inputs, output_hidden_states=True)
-
-    def run() -> object:
-        return ours(target_BT, source=source_BS, source_padding=real_BS)
-
-    near_states(states(ours.encoder, run), other.encoder_hidden_states, real_BS)
-    near_states(states(ours.decoder, run), other.decoder_hidden_states)
+    near_sides(theirs, ours, *text(4))
 
 
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])

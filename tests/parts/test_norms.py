@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.parts.drawing import drawn, random
 from trivium.errors import ConfigError
 from trivium.parts.norms import LayerNorm, RMSNorm
 from trivium.parts.site import Site
 
 SITE = Site(width=4, context=8)
 X = torch.tensor([1.0, 2.0, 3.0, 4.0])
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def drawn(part: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in part.parameters():
-            parameter.copy_(random(*parameter.shape))
-    return part
 
 
 def test_layer_norm_gives_the_worked_numbers() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.parts.drawing import drawn, random
 from trivium.config import dump, load
 from trivium.errors import ConfigError, RequestError
 from trivium.parts.positions import (
@@ -54,17 +55,9 @@ EVERY: list[Position] = [
 every = pytest.mark.parametrize("options", EVERY, ids=repr)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def filled(options: Position, site: Site = SITE, seed: int = 0) -> Positions:
     """The built scheme with random tables."""
-    part = options.build(site)
-    with torch.no_grad():
-        for index, parameter in enumerate(part.parameters()):
-            parameter.copy_(random(*parameter.shape, seed=seed + index))
-    return part
+    return drawn(options.build(site), seed)
 
 
 def table(options: Sinusoidal, site: Site = SITE) -> Tensor:

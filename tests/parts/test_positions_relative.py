@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.parts.drawing import drawn, random
 from trivium.config import load
 from trivium.errors import ConfigError
 from trivium.parts.positions import Alibi, BucketPositions, Buckets, Position, Positions, Shaw, ShawPositions
@@ -28,17 +29,9 @@ SHAWS = [
 shaws = pytest.mark.parametrize("options", SHAWS, ids=repr)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def filled(options: Position, site: Site = SITE, seed: int = 0) -> Positions:
     """The built scheme with random tables."""
-    part = options.build(site)
-    with torch.no_grad():
-        for index, parameter in enumerate(part.parameters()):
-            parameter.copy_(random(*parameter.shape, seed=seed + index))
-    return part
+    return drawn(options.build(site), seed)
 
 
 def attend(part: Positions, at_BT: Tensor, keys_at_BS: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.parts.drawing import random
 from trivium.config import load
 from trivium.errors import ConfigError
 from trivium.parts.positions import (
@@ -41,10 +42,6 @@ def turned(part: Positions, x_E: Tensor, at: int) -> Tensor:
     """One vector at one position."""
     where = torch.tensor([[at]])
     return part.rotate(x_E[None, None, None], part.prepare(where, where))[0, 0, 0]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_rotation_gives_the_worked_numbers() -> None:

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from tests.parts.drawing import random
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import build
@@ -19,10 +20,6 @@ from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8)
 NORM = LayerNorm()
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def joined(options: Residual, x: Tensor, weight: Tensor) -> Tensor:

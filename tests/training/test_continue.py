@@ -14,7 +14,7 @@ import torch
 
 from tests.test_outside import ScaleNorm
 from tests.training.conftest import finish, laid, resume, silent, start
-from tests.training.test_resume import assert_equal_ends, cut_back
+from tests.training.test_resume import assert_equal_ends, assert_goes_on_exactly, cut_back, cut_copy
 from trivium import config as settings
 from trivium.checkpoints import bundle, format
 from trivium.errors import CheckpointError, ConfigError
@@ -156,11 +156,7 @@ def test_special_tokens_that_the_start_has_not_are_added_with_new_rows(
     assert all(torch.equal(new[name], tensor) for name, tensor in old.items() if name != "embedding.weight")
     finish(session)
     for step in (0, 4):
-        copy = tmp_path / f"from-{step}" / "second"
-        shutil.copytree(session.folder, copy)
-        cut_back(copy, step)
-        finish(resume(copy))
-        assert_equal_ends(session.folder, copy, 6)
+        assert_goes_on_exactly(session.folder, step, tmp_path, 6)
     again = start(read_recipe(session.folder / "config.toml"), tmp_path / "again")
     finish(again)
     assert_equal_ends(session.folder, again.folder, 6)
@@ -199,9 +195,7 @@ def test_a_run_with_a_start_resumes_exactly_even_without_it(first: Path, other: 
     straight = start(recipe, tmp_path / "straight")
     finish(straight)
     for step in (0, 10):
-        copy = tmp_path / f"from-{step}" / recipe.name
-        shutil.copytree(straight.folder, copy)
-        cut_back(copy, step)
+        copy = cut_copy(straight.folder, step, tmp_path)
         if step:
             shutil.rmtree(first)
         finish(resume(copy))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tests.training.conftest import FAMILIES, finish, resume, start
-from tests.training.test_resume import assert_equal_ends, cut_back
+from tests.training.test_resume import assert_equal_ends, cut_copy
 from trivium.optim.optimizers import OPTIMIZERS
 from trivium.training import prepare
 from trivium.training.loop import Pending, updates
@@ -34,9 +33,7 @@ def straight_and_resumed(recipe: Recipe, folder: Path, step: int) -> tuple[Path,
     """A run in one go, and one that was stopped after `step`."""
     straight = start(recipe, folder / "straight")
     finish(straight)
-    copy = folder / "resumed" / recipe.name
-    shutil.copytree(straight.folder, copy)
-    cut_back(copy, step)
+    copy = cut_copy(straight.folder, step, folder)
     finish(resume(copy))
     return straight.folder, copy
 
@@ -44,7 +41,7 @@ def straight_and_resumed(recipe: Recipe, folder: Path, step: int) -> tuple[Path,
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_resuming_on_a_gpu_gives_the_same_bits(small: Make, tmp_path: Path, kind: str, precision: str) -> None:
-    changes: dict[str, Any] = {"checkpoint.every": 1.0, "checkpoint.keep": 30, "average": "ema"}
+    changes: dict[str, Any] = {"checkpoint.every": 1, "checkpoint.keep": 30, "average": "ema"}
     recipe = small(kind, device="cuda", precision=precision, compile="off", deterministic="on", **changes)
     one, other = straight_and_resumed(recipe, tmp_path, 10)
     assert_equal_ends(one, other, 20)
@@ -53,14 +50,14 @@ def test_resuming_on_a_gpu_gives_the_same_bits(small: Make, tmp_path: Path, kind
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what importing inductor says of torch itself
 def test_resuming_a_compiled_run_gives_the_same_bits(small: Make, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"checkpoint.every": 1.0, "checkpoint.keep": 30}
+    changes: dict[str, Any] = {"checkpoint.every": 1, "checkpoint.keep": 30}
     recipe = small(device="cuda", precision="bf16", compile="on", deterministic="on", **changes)
     assert_equal_ends(*straight_and_resumed(recipe, tmp_path, 10), 20)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_moves_the_weights_and_resumes(small: Make, tmp_path: Path, optimizer: str) -> None:
-    changes: dict[str, Any] = {"checkpoint.every": 1.0, "checkpoint.keep": 30, "optim": optimizer}
+    changes: dict[str, Any] = {"checkpoint.every": 1, "checkpoint.keep": 30, "optim": optimizer}
     recipe = small(device="cuda", precision="fp32", compile="off", deterministic="on", **changes)
     one, other = straight_and_resumed(recipe, tmp_path, 10)
     assert_equal_ends(one, other, 20)
@@ -99,7 +96,7 @@ def test_a_step_never_waits_for_the_gpu(small: Make, tmp_path: Path, kind: str) 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_recorded_steps_are_the_same_as_the_others(small: Make, tmp_path: Path, kind: str, optimizer: str) -> None:
     """The first steps are not recorded: a run that is stopped and goes on has others among them, and dropout."""
-    changes: dict[str, Any] = {"checkpoint.every": 1.0, "checkpoint.keep": 30, "average": "ema", "optim": optimizer}
+    changes: dict[str, Any] = {"checkpoint.every": 1, "checkpoint.keep": 30, "average": "ema", "optim": optimizer}
     recipe = small(kind, device="cuda", precision="bf16", compile="graphs", deterministic="on", **changes)
     assert_equal_ends(*straight_and_resumed(recipe, tmp_path, 10), 20)
 

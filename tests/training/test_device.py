@@ -33,6 +33,13 @@ def test_what_the_recipe_says_is_obeyed(small: Make) -> None:
     assert device.settle(settled) == settled
 
 
+def test_a_narrow_stream_goes_with_narrow_products(small: Make) -> None:
+    assert device.settle(small(precision="bf16")).stream == "fp32"  # on a CPU
+    assert device.settle(small(precision="bf16", stream="bf16")).stream == "bf16"
+    with pytest.raises(ConfigError, match=r"stream: bf16 goes with precision bf16 or fp8, not fp32; try stream=fp32"):
+        device.settle(small(precision="fp32", stream="bf16"))
+
+
 def test_an_unknown_device_has_no_instructions() -> None:
     assert not hardware.native_bf16(torch.device("meta"))
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.conftest import FAMILIES, finish, laid, resume, silent, start
-from tests.training.test_resume import assert_equal_ends, cut_back
+from tests.training.conftest import FAMILIES, finish, laid, silent, start
+from tests.training.test_resume import assert_equal_ends, assert_goes_on_exactly
 from trivium.config import load, overrides
 from trivium.data import shards
 from trivium.data.config import DataConfig
@@ -53,15 +52,11 @@ def test_the_same_seed_gives_the_same_losses_twice(small: Make, tmp_path: Path, 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_resuming_gives_the_same_bits(small: Make, tmp_path: Path, kind: str, count: Count) -> None:
     """R3, with dropout and accumulation, in the middle of an epoch; every step under --full."""
-    recipe = small(kind, average="ema", **{"checkpoint.every": 1.0, "checkpoint.keep": 30})
+    recipe = small(kind, average="ema", **{"checkpoint.every": 1, "checkpoint.keep": 30})
     straight = start(recipe, tmp_path / "straight")
     finish(straight)
     for step in range(count(7, 1), 21, count(6, 1)):
-        copy = tmp_path / f"from-{step}" / recipe.name
-        shutil.copytree(straight.folder, copy)
-        cut_back(copy, step)
-        finish(resume(copy))
-        assert_equal_ends(straight.folder, copy, 20)
+        assert_goes_on_exactly(straight.folder, step, tmp_path)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -108,11 +103,7 @@ def test_shards_built_without_special_tokens_serve_all_the_same(
     straight = start(small(kind, **{"data.paths": [str(built)]}), tmp_path / "straight")
     assert straight.ground.tokenizer.size > 257
     finish(straight)
-    copy = tmp_path / "copy" / "small"
-    shutil.copytree(straight.folder, copy)
-    cut_back(copy, 15)
-    finish(resume(copy))
-    assert_equal_ends(straight.folder, copy, 20)
+    assert_goes_on_exactly(straight.folder, 15, tmp_path)
 
 
 def test_only_what_predicts_every_token_is_measured_in_bits_per_byte(small: Make, tmp_path: Path) -> None:

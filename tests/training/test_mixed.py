@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.training.conftest import finish, laid, resume, start
-from tests.training.test_resume import assert_equal_ends, cut_back
+from tests.training.test_resume import assert_goes_on_exactly
 from trivium.data import shards
 from trivium.data.config import DataConfig
 from trivium.errors import CheckpointError, ConfigError
@@ -40,11 +39,7 @@ def test_every_batch_has_its_sources_in_their_shares(mixed: Make, tmp_path: Path
 def test_a_mixed_run_goes_on_exactly(mixed: Make, tmp_path: Path) -> None:
     straight = start(mixed(**{"checkpoint.keep": 30}), tmp_path / "straight")
     finish(straight)
-    copy = tmp_path / "copy" / "small"
-    shutil.copytree(straight.folder, copy)
-    cut_back(copy, 10)
-    finish(resume(copy))
-    assert_equal_ends(straight.folder, copy, 20)
+    copy = assert_goes_on_exactly(straight.folder, 10, tmp_path)
     with pytest.raises(CheckpointError, match=r"data\.weights was \[1\.0, 2\.0\], not \[2\.0, 1\.0\]"):
         resume(copy, **{"data.weights": [2.0, 1.0]})
 

@@ -39,17 +39,22 @@ def test_two_hundred_steps_in_fewer_bits_stay_within_one_percent_of_fp32(
     """spec: training §4; the numbers of fp8 are multiplied in float32 here."""
     monkeypatch.setattr(fp8, "available", lambda device: True)
     losses = {}
-    for name in ("fp32", "bf16", "fp16", "fp8"):
-        recipe = small(precision=name, **{"budget.steps": 200, "batch.micro": 0, "model.decoder.layers": 1})
-        job = prepare.job(laid(recipe, tmp_path / name), 200)
+    for name in ("fp32", "bf16", "bf16 stream", "fp16", "fp8"):
+        precision, _, stream = name.partition(" ")
+        stream = "bf16" if stream else "fp32"
+        recipe = small(
+            precision=precision, stream=stream, **{"budget.steps": 200, "batch.micro": 0, "model.decoder.layers": 1}
+        )
+        job = prepare.job(laid(recipe, tmp_path / name.replace(" ", "-")), 200)
         losses[name] = torch.stack([update.loss for update in updates(job)])
     assert losses["fp32"][-1] < losses["fp32"][0] - 1  # it learns, or the comparison would be easy
     # over ten steps: fp16 may lose its first batch to an overflow, and then is an update behind on every batch
     means = {name: each.view(20, 10).mean(1) for name, each in losses.items()}
-    for name in ("bf16", "fp16", "fp8"):
+    for name in ("bf16", "bf16 stream", "fp16", "fp8"):
         torch.testing.assert_close(means[name], means["fp32"], rtol=0.01, atol=0)
         assert not torch.equal(losses[name], losses["fp32"])  # it did compute in another precision
     assert not torch.equal(losses["fp8"], losses["bf16"])
+    assert not torch.equal(losses["bf16 stream"], losses["bf16"])
 
 
 def test_an_overflow_halves_the_scale_and_moves_nothing_but_the_data(small: Make, tmp_path: Path) -> None:

@@ -56,27 +56,35 @@ def cut_back(folder: Path, step: int) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def cut_copy(run: Path, step: int, below: Path) -> Path:
+    """A copy of a finished run, cut back to `step`."""
+    copy = below / f"from-{step}" / run.name
+    shutil.copytree(run, copy)
+    cut_back(copy, step)
+    return copy
+
+
+def assert_goes_on_exactly(run: Path, step: int, below: Path, last: int = 20) -> Path:
+    """Stopped after `step` and started again, a run ends as in one go; gives the folder of the one that was stopped."""
+    copy = cut_copy(run, step, below)
+    finish(resume(copy))
+    assert_equal_ends(run, copy, last)
+    return copy
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resuming_from_every_step_gives_the_same_bits(small: Make, tmp_path: Path, optimizer: str) -> None:
-    recipe = small(**{"checkpoint.every": 1.0, "checkpoint.keep": 30, "optim.kind": optimizer})
+    recipe = small(**{"checkpoint.every": 1, "checkpoint.keep": 30, "optim.kind": optimizer})
     straight = start(recipe, tmp_path / "straight")
     finish(straight)
     for step in range(1, 21):
-        copy = tmp_path / f"from-{step}" / recipe.name
-        shutil.copytree(straight.folder, copy)
-        cut_back(copy, step)
-        finish(resume(copy))
-        assert_equal_ends(straight.folder, copy, 20)
+        assert_goes_on_exactly(straight.folder, step, tmp_path)
 
 
 def test_a_run_without_a_checkpoint_starts_over_to_the_same_bits(small: Make, tmp_path: Path) -> None:
     straight = start(small(), tmp_path / "straight")
     finish(straight)
-    copy = tmp_path / "copy" / "small"
-    shutil.copytree(straight.folder, copy)
-    cut_back(copy, 0)
-    finish(resume(copy))
-    assert_equal_ends(straight.folder, copy, 20)
+    assert_goes_on_exactly(straight.folder, 0, tmp_path)
 
 
 def test_the_resolved_configuration_repeats_the_run(small: Make, tmp_path: Path) -> None:
@@ -172,9 +180,7 @@ def test_a_stop_on_a_step_with_work_due_leaves_nothing_out(small: Make, tmp_path
     """Stopping skips validation and sample of that step, to be quick; going on makes up for them."""
     straight = start(small(**{"checkpoint.keep": 30}), tmp_path / "straight")
     finish(straight)
-    copy = tmp_path / "copy" / "small"
-    shutil.copytree(straight.folder, copy)
-    cut_back(copy, step)
+    copy = cut_copy(straight.folder, step, tmp_path)
     for name in ("metrics.jsonl", "samples.jsonl"):
         kept = [row for row in rows(copy / name) if row["step"] < step or row.get("kind") == "train"]
         (copy / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -186,9 +192,7 @@ def test_a_damaged_checkpoint_is_skipped_and_said(small: Make, tmp_path: Path) -
     """R5: the run falls back to the newest whole checkpoint and still ends with the same bits."""
     straight = start(small(), tmp_path / "straight")
     finish(straight)
-    copy = tmp_path / "copy" / "small"
-    shutil.copytree(straight.folder, copy)
-    cut_back(copy, 20)
+    copy = cut_copy(straight.folder, 20, tmp_path)
     newest = copy / "checkpoints" / "step-00000020" / "model.safetensors"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1

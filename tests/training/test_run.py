@@ -30,7 +30,7 @@ from trivium.training.calibrate import steps_for
 from trivium.training.events import Progress, Said, Sampled, Saved, Validated
 from trivium.training.loop import Update
 from trivium.training.metrics import Journal, rows
-from trivium.training.recipe import Evaluate, Recipe, due
+from trivium.training.recipe import Evaluate, Recipe
 
 Make = Callable[..., Recipe]
 
@@ -51,7 +51,7 @@ def test_a_run_leaves_everything_that_was_promised(small: Make, tmp_path: Path) 
 
 
 def test_only_the_newest_and_the_best_checkpoints_are_kept(small: Make, tmp_path: Path) -> None:
-    session = start(small(**{"checkpoint.every": 1.0, "checkpoint.keep": 3, "spike": "off"}), tmp_path)
+    session = start(small(**{"checkpoint.every": 1, "checkpoint.keep": 3, "spike": "off"}), tmp_path)
     finish(session)
     kept = [item.step for item in Store(session.folder / "checkpoints").checkpoints()]
     scored = [row for row in rows(session.folder / "metrics.jsonl") if row["kind"] == "valid"]
@@ -132,7 +132,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int], float], Non
 def test_a_bad_loss_stops_the_run_and_never_reaches_the_weights(
     small: Make, tmp_path: Path, poisoned: Callable[[set[int], float], None], value: float, optimizer: str
 ) -> None:
-    recipe = small(**{"checkpoint.every": 1.0, "checkpoint.keep": 30, "log": 20, "optim.kind": optimizer})
+    recipe = small(**{"checkpoint.every": 1, "checkpoint.keep": 30, "log": 20, "optim.kind": optimizer})
     healthy = start(recipe, tmp_path / "healthy")
     finish(healthy)
     poisoned({3 * 6 + 1}, value)  # the second micro-batch of step 7
@@ -151,7 +151,7 @@ def test_skipping_leaves_weights_and_moments_as_they_were(
     small: Make, tmp_path: Path, poisoned: Callable[[set[int], float], None]
 ) -> None:
     poisoned({3 * 6 + 1}, math.nan)
-    recipe = small(**{"checkpoint.every": 1.0, "checkpoint.keep": 30, "nonfinite": "skip"})
+    recipe = small(**{"checkpoint.every": 1, "checkpoint.keep": 30, "nonfinite": "skip"})
     session = start(recipe, tmp_path)
     events = finish(session)
     assert any("step 7" in event.text for event in events if isinstance(event, Said))
@@ -381,13 +381,6 @@ def test_a_budget_too_small_for_a_step_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(calibrate, "updates", steps)
     with pytest.raises(ConfigError, match=r"budget\.minutes"):
         steps_for(10, lambda: None, lambda _: 0.0, lambda _: 1, lambda: now)  # type: ignore[arg-type, return-value]
-
-
-@pytest.mark.parametrize(
-    ("every", "expected"), [(0.25, [5, 10, 15, 20]), (7.0, [7, 14, 20]), (0.0, [20]), (0.01, list(range(1, 21)))]
-)
-def test_something_is_due_by_share_or_by_steps_and_always_at_the_end(every: float, expected: list[int]) -> None:
-    assert [step for step in range(1, 21) if due(every, step, 20)] == expected
 
 
 def test_a_torn_last_line_of_a_journal_is_left_out(tmp_path: Path) -> None:

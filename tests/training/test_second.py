@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.conftest import ASSETS, finish, laid, resume, start
-from tests.training.test_resume import assert_equal_ends, cut_back
+from tests.training.conftest import ASSETS, finish, laid, start
+from tests.training.test_resume import assert_goes_on_exactly
 from trivium.errors import ConfigError, DataError
 from trivium.training import prepare
 from trivium.training.ahead import made
@@ -60,14 +59,10 @@ def two_heads(small: Make, speeches: Path) -> Make:
 
 @each
 def test_a_stopped_run_goes_on_with_the_same_bits(two_heads: Make, tmp_path: Path, kind: str) -> None:
-    recipe = two_heads(kind, **{"checkpoint.every": 1.0, "checkpoint.keep": 30, "budget.steps": 12})
+    recipe = two_heads(kind, **{"checkpoint.every": 1, "checkpoint.keep": 30, "budget.steps": 12})
     straight = start(recipe, tmp_path / "straight")
     finish(straight)
-    copy = tmp_path / "copy" / recipe.name
-    shutil.copytree(straight.folder, copy)
-    cut_back(copy, 5)
-    finish(resume(copy))
-    assert_equal_ends(straight.folder, copy, 12)
+    copy = assert_goes_on_exactly(straight.folder, 5, tmp_path, 12)
     found = [row["loss"] for row in rows(copy / "metrics.jsonl")]
     assert found[-1] < found[0]
 

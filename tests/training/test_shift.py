@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.training.conftest import FAMILIES, finish, laid, resume, start
-from tests.training.test_resume import assert_equal_ends, cut_back
+from tests.training.test_resume import assert_goes_on_exactly
 from trivium.data.packing import RowBatch, Rows
 from trivium.errors import CheckpointError, ConfigError
 from trivium.training import prepare
@@ -40,7 +39,7 @@ def shifted(small: Make, text: Path, tmp_path: Path) -> Make:
 def test_a_run_goes_on_exactly_across_the_end_of_an_epoch(
     shifted: Make, tmp_path: Path, kind: str, mixed: bool
 ) -> None:
-    recipe = shifted(kind, mixed=mixed, **{"checkpoint.every": 1.0, "checkpoint.keep": 30})
+    recipe = shifted(kind, mixed=mixed, **{"checkpoint.every": 1, "checkpoint.keep": 30})
     straight = start(recipe, tmp_path / "straight")
     finish(straight)
     order = prepare.job(straight.ground, 20).order
@@ -48,11 +47,7 @@ def test_a_run_goes_on_exactly_across_the_end_of_an_epoch(
     moved = [step for step in range(20) if (order.batch(6 * step) >= count).any()]
     assert 0 < moved[0] < 10  # the first batch with rows of a later epoch
     for step in (moved[0], moved[0] + 1, 15):  # right before it, right behind it, in a later epoch
-        copy = tmp_path / f"from-{step}" / "small"
-        shutil.copytree(straight.folder, copy)
-        cut_back(copy, step)
-        finish(resume(copy))
-        assert_equal_ends(straight.folder, copy, 20)
+        assert_goes_on_exactly(straight.folder, step, tmp_path)
     with pytest.raises(CheckpointError, match=r"data\.shift was 'epoch', not 'none'"):
         resume(straight.folder, **{"data.shift": "none"})
 

@@ -6,7 +6,6 @@ import builtins
 import csv
 import errno
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.training.conftest import finish, resume, start
-from tests.training.test_resume import cut_back
+from tests.training.test_resume import cut_copy
 from trivium.errors import ConfigError
 from trivium.training import prepare, track
 from trivium.training.metrics import rows
@@ -50,9 +49,7 @@ def test_the_csv_has_the_numbers_of_the_journal(small: Make, tmp_path: Path) -> 
 def test_a_resumed_run_leaves_no_line_twice(small: Make, tmp_path: Path) -> None:
     straight = start(small(track="csv", **{"checkpoint.keep": 30}), tmp_path / "straight")
     finish(straight)
-    copy = tmp_path / "copy" / "small"
-    shutil.copytree(straight.folder, copy)
-    cut_back(copy, 10)
+    copy = cut_copy(straight.folder, 10, tmp_path)
     with (copy / "metrics.csv").open("a") as file:
         file.write("1")  # what a crash leaves of step 10 and the like
     finish(resume(copy))
@@ -130,9 +127,7 @@ def test_tensorboard_reads_the_curves_back(small: Make, tmp_path: Path) -> None:
 
     straight = start(small(track=["csv", "tensorboard"], **{"checkpoint.keep": 30}), tmp_path / "straight")
     finish(straight)
-    copy = tmp_path / "copy" / "small"
-    shutil.copytree(straight.folder, copy)
-    cut_back(copy, 10)
+    copy = cut_copy(straight.folder, 10, tmp_path)
     finish(resume(copy))
     for folder in (straight.folder, copy):
         seen = EventAccumulator(str(folder / "tensorboard"))

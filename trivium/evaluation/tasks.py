@@ -216,19 +216,11 @@ class MaskedWords:
         ranked = words.ranks(piece.text for piece in data.runs(self.train))
         asked = words.questions(texts, ranked, count=0, seed=settings.seed)
         found = words.guess(subject.model, subject.tokenizer, asked, count=settings.sentences, tick=subject.tick)
-        scores: Numbers = {
-            "top1": found.every.accuracy,
-            "top1_beyond_100": found.rarer.accuracy,
-            "unigram": found.every.baseline,
-            "unigram_beyond_100": found.rarer.baseline,
-            "sentences": found.every.asked,
-            "sentences_beyond_100": found.rarer.asked,
-        }
         examples = [
             {"before": text[:first], "word": text[first:last], "after": text[last:], "said": said}
             for (text, first, last, _), said in found.examples
         ]
-        return Measured(scores, {}, examples)
+        return Measured(found.scores, {}, examples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

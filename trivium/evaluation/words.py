@@ -104,6 +104,18 @@ class Guessed(NamedTuple):
     rarer: Said
     examples: list[tuple[Question, str]]
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """The numbers as results and reports name them."""
+        return {
+            "top1": self.every.accuracy,
+            "top1_beyond_100": self.rarer.accuracy,
+            "unigram": self.every.baseline,
+            "unigram_beyond_100": self.rarer.baseline,
+            "sentences": self.every.asked,
+            "sentences_beyond_100": self.rarer.asked,
+        }
+
 
 def guess(
     model: Transformer,

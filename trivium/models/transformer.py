@@ -176,6 +176,17 @@ class Transformer(nn.Module):
             if side is not None:
                 side.recompute = value
 
+    @property
+    def stream(self) -> torch.dtype | None:
+        """The precision of what goes from block to block in training; None leaves it as the embedding gives it."""
+        return next((side.stream for side in (self.encoder, self.decoder) if side is not None), None)
+
+    @stream.setter
+    def stream(self, value: torch.dtype | None) -> None:
+        for side in (self.encoder, self.decoder):
+            if side is not None:
+                side.stream = value
+
     def cache(self, rows: int, longest: int) -> Cache:
         """An empty cache for `rows` sequences of at most `longest` tokens."""
         if self.decoder is None:

@@ -35,7 +35,7 @@ def extend(model: Transformer, size: int, *, rows: Rows = "normal", seed: int = 
             for name, tensor in old.items()
         },
     )
-    larger.recompute = model.recompute
+    larger.recompute, larger.stream = model.recompute, model.stream
     return larger.train(model.training)
 
 

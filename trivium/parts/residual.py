@@ -107,7 +107,7 @@ class PostConnection(nn.Module):
 
     def leave(self, x: Tensor, y: Tensor) -> Tensor:
         result: Tensor = self.norm(x + dropout(y, self.dropout, self.training))
-        return result
+        return result.to(x.dtype)  # autocast makes every norm float32
 
 
 class SandwichConnection(nn.Module):
@@ -122,5 +122,5 @@ class SandwichConnection(nn.Module):
         return result
 
     def leave(self, x: Tensor, y: Tensor) -> Tensor:
-        result: Tensor = x + self.after(dropout(y, self.dropout, self.training))
-        return result
+        after: Tensor = self.after(dropout(y, self.dropout, self.training))
+        return x + after.to(x.dtype)

@@ -51,9 +51,13 @@ def settle(recipe: Recipe) -> Recipe:
     if recipe.compile == "graphs" and not cuda:
         raise ConfigError("compile: graphs are recorded on a GPU; try compile=off")
     precision = recipe.precision if recipe.precision != "auto" else "bf16" if native_bf16(device) else "fp32"
+    mixed = precision in ("bf16", "fp8")
+    if recipe.stream == "bf16" and not mixed:
+        raise ConfigError(f"stream: bf16 goes with precision bf16 or fp8, not {precision}; try stream=fp32")
+    stream = recipe.stream if recipe.stream != "auto" else "bf16" if cuda and mixed else "fp32"
     compiled = recipe.compile if recipe.compile != "auto" else "on" if cuda else "off"
     threads = recipe.threads or torch.get_num_threads()
-    return replace(recipe, device=str(device), precision=precision, compile=compiled, threads=threads)
+    return replace(recipe, device=str(device), precision=precision, stream=stream, compile=compiled, threads=threads)
 
 
 def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[object]]:

@@ -40,7 +40,7 @@ from trivium.training.device import autocast, current, environment, keep_compile
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import computation
-from trivium.training.recipe import Recipe
+from trivium.training.recipe import Recipe, interval
 from trivium.training.scaling import scaler
 from trivium.training.scratch import prepared
 from trivium.training.validate import validate
@@ -182,6 +182,7 @@ def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
         keep_compiled(ground.folder.parent)
     model = build(recipe.model, seed=recipe.seed, device=device)
     model.recompute = recipe.recompute == "blocks"
+    model.stream = torch.bfloat16 if recipe.stream == "bf16" else None
     narrowed(model, recipe.precision == "fp8")
     rows = ground.train
     made = Job(
@@ -281,7 +282,7 @@ def _with_steps(ground: Ground, clock: Callable[[], float]) -> Recipe:
             seconds,
             lambda: job(ground, 1_000_000),
             lambda trial: _validation(trial, ground, clock),
-            lambda steps: steps // int(every) + 1 if every >= 1 else round(1 / every) if every else 1,
+            lambda steps: math.ceil(steps / interval(every, steps)),
             clock,
         )
     return replace(recipe, budget=replace(recipe.budget, steps=steps, tokens=0, minutes=0.0))

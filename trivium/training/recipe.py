@@ -63,9 +63,9 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate:
-    """When to measure on the validation text. Below 1: a share of the run; else a number of steps; 0: at the end."""
+    """When to measure on the validation text: every so many steps, or a share of the run up to 1.0; 0: at the end."""
 
-    every: float = 0.1
+    every: int | float = 0.1  # 1 is every step, 1.0 the whole run
     rows: int = 0  # at most so many rows; 0 means all
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Evaluate:
 class Checkpoints:
     """When to save (as `evaluate.every`), how many of the newest to keep, and which one becomes the model."""
 
-    every: float = 0.1
+    every: int | float = 0.1
     keep: int = 2
     use: Literal["best", "last"] = "best"  # by validation loss
 
@@ -90,7 +90,7 @@ class Checkpoints:
 class Sample:
     """When to write a sample while training (as `evaluate.every`), and from which prompt."""
 
-    every: float = 0.25
+    every: int | float = 0.25
     prompt: str = ""
     tokens: int = 100
     temperature: float = 0.8
@@ -115,6 +115,9 @@ class Recipe:
     # auto is bf16 where the device has instructions for it, else fp32; fp16 scales the loss; fp8 is bf16 with the
     # large matrix products in 8 bits.
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    # Of what goes from block to block while training: auto is bf16 on cuda where the products are bf16 or fp8. Half the
+    # bytes of everything between two products, which are 12 to 25 % of a step.
+    stream: Literal["auto", "fp32", "bf16"] = "auto"
     # on for cuda, off elsewhere; graphs: whole steps as CUDA graphs, for small models
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
     threads: int = 0  # 0 means as many as torch finds; another number gives other bits
@@ -164,8 +167,13 @@ class Recipe:
 
 def due(every: float, step: int, total: int) -> bool:
     """Whether something that happens `every` so often happens after `step`; the last step always counts."""
-    interval = max(1, round(every * total) if every < 1 else int(every)) if every else total
-    return step == total or step % interval == 0
+    return step == total or step % interval(every, total) == 0
+
+
+def interval(every: float, total: int) -> int:
+    """The steps between two times of something that happens `every` so often in a run of `total`, at least 1."""
+    share = isinstance(every, float) and every <= 1
+    return max(1, (round(every * total) if share else int(every)) if every else total)
 
 
 def _untrainable(objective: Objective, model: ModelConfig) -> str:

@@ -76,7 +76,8 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
         )
     recipe = settle(settings.load(Recipe, written, layer, parts=parts))
     before = settings.flat(settings.load(Recipe, written, parts=parts))
-    changed = {key: value for key, value in settings.flat(recipe).items() if before.get(key) != value}
+    # as they are written: an `every` of 1 is not one of 1.0
+    changed = {key: value for key, value in settings.flat(recipe).items() if repr(before.get(key)) != repr(value)}
     unsafe = [key for key in changed if key.startswith(FIXED)]
     if unsafe:
         raise CheckpointError(

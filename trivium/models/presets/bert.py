@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.presets.mini import mini_block
 from trivium.models.presets.preset import Preset, rows
 from trivium.parts.attention import MultiHead
 from trivium.parts.embeddings import Tokens
 from trivium.parts.feedforward import Mlp
 from trivium.parts.init import FanIn, Gpt
-from trivium.parts.norms import LayerNorm, RMSNorm
+from trivium.parts.norms import LayerNorm
 from trivium.parts.output import MaskedHead
 from trivium.parts.positions import Learned, Rotary
-from trivium.parts.residual import Post, Pre
+from trivium.parts.residual import Post
 from trivium.parts.sentence import Pooler
 from trivium.parts.site import NoPart
 
@@ -81,17 +82,10 @@ def spanbert(shape: Shape) -> ModelConfig:
 
 
 def bert_mini() -> ModelConfig:
-    block = Block(
-        attention=MultiHead(heads=4, norm="rms"),
-        feedforward=Mlp(activation="relu2", bias=False),
-        norm=RMSNorm(),
-        residual=Pre(),
-        position=Rotary(),
-    )
     return ModelConfig(
         width=256,
         context=128,
-        encoder=Stack(layers=4, block=block),
+        encoder=Stack(layers=4, block=mini_block(Rotary())),
         decoder=NoStack(),
         output=MaskedHead(norm=LayerNorm()),
         init=FanIn(),

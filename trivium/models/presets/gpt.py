@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.presets.mini import mini_block
 from trivium.models.presets.preset import Preset, rows
 from trivium.parts.attention import MultiHead
 from trivium.parts.embeddings import Tokens
 from trivium.parts.feedforward import Mlp
 from trivium.parts.init import FanIn, Gpt, Gpt2
-from trivium.parts.norms import LayerNorm, RMSNorm
+from trivium.parts.norms import LayerNorm
 from trivium.parts.positions import Learned, Rotary
 from trivium.parts.residual import Post, Pre
 
@@ -114,14 +115,7 @@ def opt(shape: Shape) -> ModelConfig:
 
 
 def gpt_mini() -> ModelConfig:
-    block = Block(
-        attention=MultiHead(heads=4, norm="rms"),
-        feedforward=Mlp(activation="relu2", bias=False),
-        norm=RMSNorm(),
-        residual=Pre(),
-        position=Rotary(),
-    )
-    return ModelConfig(width=256, context=256, decoder=Stack(layers=4, block=block), init=FanIn())
+    return ModelConfig(width=256, context=256, decoder=Stack(layers=4, block=mini_block(Rotary())), init=FanIn())
 
 
 MINI = {"gpt-mini": Preset("Our small decoder: rotary positions, RMSNorm, squared ReLU, no biases.", gpt_mini)}

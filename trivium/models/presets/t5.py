@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.presets.mini import mini_block
 from trivium.models.presets.preset import Preset, rows
 from trivium.parts.attention import MultiHead
 from trivium.parts.embeddings import Tokens
@@ -78,19 +79,12 @@ def v1_1(shape: Shape) -> ModelConfig:
 
 
 def t5_mini() -> ModelConfig:
-    attention = MultiHead(heads=4, norm="rms")
-    block = Block(
-        attention=attention,
-        feedforward=Mlp(activation="relu2", bias=False),
-        norm=RMSNorm(),
-        residual=Pre(),
-        position=Buckets(),
-    )
+    block = mini_block(Buckets())
     return ModelConfig(
         width=256,
         context=128,
         encoder=Stack(layers=3, block=block),
-        decoder=Stack(layers=3, block=replace(block, cross=attention)),
+        decoder=Stack(layers=3, block=replace(block, cross=block.attention)),
         init=FanIn(),
     )
 
