@@ -162,7 +162,8 @@ def test_choosing_by_row_is_choosing_one_by_one(seed: int, samplings: list[Sampl
         Row(row, Request(ids=tiny.draw(row, 5, VOCAB), tokens=4, sampling=sampling, seed=row))
         for row, sampling in enumerate(samplings)
     ]
-    chooser.join(range(len(rows)), rows)
+    chooser.bring(range(len(rows)), rows)
+    chooser.settle(torch.arange(len(rows)), torch.tensor(chooser.settings(rows)))
     uniforms = [Uniforms(row, 0) for row in range(len(rows))]
     seen = torch.zeros(len(rows), VOCAB, dtype=torch.bool)
     for row in rows:

@@ -185,13 +185,13 @@ def test_a_slower_way_forgets_what_was_captured_and_uses_no_kernel() -> None:
     held._fused.bold = True
     ways = 0
     while True:
-        held._graphs, held.readings, held._read = {1: 1}, {1: 1}, {(1, 1): None}
+        held._graphs, held.readings, held._read._graphs = {1: 1}, {1: 1}, {1: (torch.zeros(1), 1)}
         with pytest.warns(UserWarning, match="a slower way is taken: why") if ways < 3 else nullcontext():
             if not bank._retreat("why"):
                 break
         assert not held._graphs
         assert not held.readings
-        assert not held._read
+        assert not held._read.kept
         ways += 1
     assert ways == 3  # kernels one after another, then the model, then plain attention and plain steps
     held._graphs, kind = {}, Kind(False, False, False)

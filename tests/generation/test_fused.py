@@ -5,16 +5,19 @@ They need a GPU; the kernels alone also run in Triton's interpreter (TRITON_INTE
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import trivium
 from tests.generation import tiny
 from trivium.generation.choosing import Kind
 from trivium.generation.engine import Request, Token, stream
@@ -187,6 +190,30 @@ def test_products_with_all_that_goes_with_them(rows: int, early: bool) -> None:
         for one, right in zip(found, expected, strict=True):
             assert float((one.double() - right).norm() / right.norm()) < 1e-5
     assert not arrived.any()
+
+
+# What a kernel may read before the one in front of it is done: learned numbers, and what earlier steps have written.
+LASTING = {"weight", "bias", "gate", "gate_bias", "norm_weight", "norm_bias", "add", "keys", "values", "lengths"}
+
+
+@pytest.mark.parametrize("file", ["step", "batch", "decode"])
+def test_a_kernel_that_starts_early_waits_before_it_reads_or_writes_what_others_do(file: str) -> None:
+    tree = ast.parse((Path(trivium.__file__).parent / "parts" / "kernels" / f"{file}.py").read_text("utf-8"))
+    kernels = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != "begun"]
+    early = [node for node in kernels if "EARLY" in [argument.arg for argument in node.args.args]]
+    assert early
+    for kernel in early:
+        lines = [ast.unparse(line) for line in kernel.body]
+        wait = lines.index("begun(EARLY)")  # for all programs: not inside a branch or a loop
+        before = [node for line in kernel.body[:wait] for node in ast.walk(line) if isinstance(node, ast.Call)]
+        for call in before:
+            does = ast.unparse(call.func)
+            assert does not in ("tl.store", "turned"), f"{kernel.name} writes or reads too early"
+            assert "atomic" not in does, f"{kernel.name} counts too early"
+            if does == "tl.load":
+                named = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name)}
+                pointers = named & {argument.arg for argument in kernel.args.args if argument.annotation is None}
+                assert pointers <= LASTING, f"{kernel.name} reads {pointers} too early"
 
 
 @graphs

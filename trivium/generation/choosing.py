@@ -43,20 +43,25 @@ class Chooser:
         self.drawn_B = torch.zeros(slots, device=device, dtype=torch.long)
         self.seen_BV = torch.zeros(slots, vocab, device=device, dtype=torch.bool)
         self.shut_V = torch.zeros(vocab, device=device, dtype=torch.bool)
+        self._shut: tuple[int, frozenset[int]] = (vocab, frozenset())  # what it says
 
     def shut(self, vocab: int, banned: Collection[int]) -> None:
         """Forbid the ids from `vocab` on and the `banned` ones."""
+        if self._shut == (vocab, frozenset(banned)):
+            return
         shut = torch.arange(self.vocab) >= vocab
         shut[torch.tensor(sorted(banned), dtype=torch.long)] = True
         self.shut_V.copy_(shut)
+        self._shut = (vocab, frozenset(banned))
 
-    def join(self, slots: Sequence[int], rows: Sequence[Row]) -> None:
-        """Take over what new rows want."""
-        index_n = send(list(slots), self.device)
-        wishes = [row.request.sampling for row in rows]
-        self.settings_B5[index_n] = send([_settings(wish, self.vocab) for wish in wishes], self.device)
-        self.drawn_B[index_n] = 0
-        for slot, row, wish in zip(slots, rows, wishes, strict=True):
+    def settings(self, rows: Sequence[Row]) -> list[list[float]]:
+        """How these rows choose, five numbers each."""
+        return [_settings(row.request.sampling, self.vocab) for row in rows]
+
+    def bring(self, slots: Sequence[int], rows: Sequence[Row]) -> None:
+        """Bring what only some of the new rows need: random numbers, the ids that were seen."""
+        for slot, row in zip(slots, rows, strict=True):
+            wish = row.request.sampling
             if not wish.greedy:
                 count = min(row.left, self.numbers)
                 self.uniforms_BN[slot, :count] = send(row.uniforms.take(count), self.device, torch.float64)
@@ -64,8 +69,16 @@ class Chooser:
                 self.seen_BV[slot] = False
                 self.seen_BV[slot, send(row.ids, self.device)] = True
 
+    def settle(self, slots_n: Tensor, settings_n5: Tensor) -> None:
+        """Take over how the new rows of these slots choose."""
+        self.settings_B5.index_copy_(0, slots_n, settings_n5)
+        self.drawn_B.index_fill_(0, slots_n, 0)
+
     def choose(self, logits_nV: Tensor, kind: Kind, slots_n: Tensor | None = None) -> Tensor:
-        """The next id of each row, -1 where the scores are not finite; `slots` [n] are theirs, None means all."""
+        """The next id of each row, -1 where the scores are not finite; `slots` [n] are theirs, None means all.
+
+        A slot that is there twice has one id.
+        """
         logits_nV = logits_nV.float().masked_fill(self.shut_V, -math.inf)
         settings_n5, seen_nV, drawn_n = self.settings_B5, self.seen_BV, self.drawn_B
         if slots_n is not None:
@@ -89,6 +102,8 @@ class Chooser:
             drawn = draw(kept_nV.softmax(-1), uniform_n)
             ids_n = torch.where(temperature[:, 0] > 0, drawn, ids_n)
         ids_n = torch.where(best.values.isfinite(), ids_n, -1)
+        if slots_n is not None:
+            ids_n = torch.empty_like(self.drawn_B).index_copy_(0, slots_n, ids_n).index_select(0, slots_n)
         self._note(ids_n, drawn_n, kind, slots_n)
         return ids_n
 

@@ -13,10 +13,10 @@ import torch
 from trivium.errors import CheckpointError, RequestError
 from trivium.generation.banks import banks_of
 from trivium.generation.choosing import Kind
-from trivium.generation.graphs import current
+from trivium.generation.graphs import Landing, current
 from trivium.generation.rows import Request, Row, Token
 from trivium.generation.scorer import Scorer, evaluating
-from trivium.generation.slots import RING, Bank, Landing, able, bucket
+from trivium.generation.slots import RING, Bank, able, bucket
 from trivium.models.transformer import Transformer
 
 _PREFILL = 32_768  # prompt tokens, padding included, that are read at once
@@ -173,8 +173,7 @@ class Engine:
                 joining.append(_Live(self._waiting.popleft(), self._free.pop(), left))
             first = self._bank.written
             try:
-                with evaluating(self._model):
-                    self._bank.join([live.slot for live in joining], [live.row for live in joining])
+                self._bank.join([live.slot for live in joining], [live.row for live in joining])
             except BaseException:  # they wait again, with all their random numbers
                 self._free += [live.slot for live in reversed(joining)]
                 self._waiting.extendleft(Row(live.row.index, live.row.request) for live in reversed(joining))

@@ -110,13 +110,14 @@ class Fused:
             step.norm(x_BD, self.final, early=self.bold), project.weight, project.bias, self.arrived, early=self.bold
         )
 
-    def read(self, tokens_nT: Tensor, at_N: Tensor, lengths_n: Tensor, slots_n: Tensor) -> Tensor:
-        """Read prompts into their slots, filled up at the end; the scores [n, V] of what follows each.
+    def read(self, tokens_nT: Tensor, ends_n: Tensor, slots_n: Tensor) -> Tensor:
+        """Read prompts into their slots, filled up at the end; the scores [n, V] of what follows `ends`.
 
-        `at` has the position of every token, one prompt after another.
+        Those are places among all tokens, one prompt after another.
         """
         rows, tokens = tokens_nT.shape
         weight, scale = self.embedding.weight, self.embedding.scale
+        at_N = self.slots.at_1S[:, :tokens].expand(rows, tokens).reshape(-1)
         x_ND = step.enter(tokens_nT.flatten(), at_N, weight, self.table, self.offset, scale, self.longest)
         for layer in self.layers:
             part, cache = layer.attention, layer.cache
@@ -129,8 +130,7 @@ class Fused:
             )
             mixed_ND = mixed_nHTE.transpose(1, 2).reshape(len(x_ND), -1)
             self._leave(layer, x_ND, mixed_ND)
-        last_nD = x_ND[torch.arange(rows, device=x_ND.device) * tokens + lengths_n - 1]
-        return cast(SoftmaxOutput, self.output).logits(step.norm(last_nD, self.final))
+        return cast(SoftmaxOutput, self.output).logits(step.norm(x_ND.index_select(0, ends_n), self.final))
 
     def reads(self, tokens: int) -> bool:
         """Whether `read` takes prompts of so many tokens: windows must be wider."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ def differ(found: Tensor, expected: Tensor) -> str:
 class Recorder:
     """Graphs that share their memory: they never run at the same time, and the next one may overwrite a result."""
 
-    def __init__(self) -> None:
-        self.bytes = 0  # of that memory
+    def __init__(self, bytes: int = 0) -> None:
+        self.bytes = bytes  # of that memory, and what was there before
         self._first: torch.cuda.CUDAGraph | None = None  # the memory is there as long as one graph of it is
         self._side: Any = None  # it is used again on the stream it was used on
 
@@ -84,6 +84,23 @@ class Graphs:
             graph, _ = self._recorder.record(work)
             self._graphs[key] = graph
         graph.replay()
+
+
+class Landing(NamedTuple):
+    """Tokens on their way to the host."""
+
+    tokens: Tensor  # [R, B]: the last R steps of B slots
+    event: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[list[int]]:
+        """The last R steps' ids of every slot, by the number of the step modulo R."""
+        if self.event is not None:
+            self.event.synchronize()
+        result: list[list[int]] = self.tokens.tolist()
+        return result
 
 
 @final

@@ -11,15 +11,16 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from trivium.generation.choosing import Chooser, Kind, send
-from trivium.generation.graphs import Recorder, differ
+from trivium.generation.graphs import Landing, Recorder, differ
+from trivium.generation.prompts import Captures, Joining, Size, tell
 from trivium.generation.rows import Row
-from trivium.generation.scorer import right_padded
+from trivium.generation.scorer import evaluating, right_padded
 from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
 from trivium.parts.attention import TRITON, MultiHeadAttention
@@ -34,7 +35,6 @@ RING = 16  # steps whose tokens are kept until the host has read them
 # H200, but not yet seen there in a whole step.
 BOLD = False
 _CAPTURED = 16_384  # tokens of prompts at most whose reading is captured: more would hold much memory
-_SIZES = 16  # of prompts whose reading is captured
 
 
 def direct(model: Transformer) -> bool:
@@ -52,23 +52,6 @@ def _direct(position: Positions) -> bool:
 def able(model: Transformer) -> bool:
     """Whether a model can be decoded in slots: not one with windows and biases at once."""
     return model.decoder is not None and (direct(model) or not any(model.decoder.windows))
-
-
-class Landing(NamedTuple):
-    """Tokens on their way to the host."""
-
-    tokens: Tensor  # [R, B]
-    event: torch.cuda.Event | None
-
-    def ready(self) -> bool:
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> list[list[int]]:
-        """The last R steps' ids of every slot, by the number of the step modulo R."""
-        if self.event is not None:
-            self.event.synchronize()
-        result: list[list[int]] = self.tokens.tolist()
-        return result
 
 
 class Bank:
@@ -96,7 +79,7 @@ class Bank:
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self.readings: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # graphs that read so many tokens
         self._tokens: dict[int, Tensor] = {}
-        self._read: dict[tuple[int, int], tuple[list[Tensor], torch.cuda.CUDAGraph, Tensor] | None] = {}
+        self._read = Captures(on=device.type == "cuda")  # graphs that read prompts
         self._fused: Fused | None = None
         self._reads: bool | None = None  # whether fused kernels read prompts right; None before the first
         if source:
@@ -200,16 +183,21 @@ class Bank:
 
     def _capture(self, kind: Kind) -> torch.cuda.CUDAGraph:
         """Record a step; those before it, in which kernels are compiled and compared, leave no trace."""
-        state = [self.slots.lengths_B, self.last_B, self.ring_RB, self.count_B]
-        state += [self.chooser.drawn_B, self.chooser.seen_BV]
+        graph, _ = self.recorded(lambda: self.advance(kind), self.forward, self._traceless())
+        return graph
+
+    def _traceless(self) -> Callable[[], None]:
+        """What brings back all that a step or a joining changes, as it is now."""
+        chooser = self.chooser
+        state = [self.slots.lengths_B, self.last_B, self.active_B, self.ring_RB, self.count_B]
+        state += [chooser.drawn_B, chooser.seen_BV, chooser.settings_B5]
         kept = [tensor.clone() for tensor in state]
 
         def restore() -> None:
             for tensor, before in zip(state, kept, strict=True):
-                tensor.copy_(before)  # keys and values need not: the real step writes the same ones again
+                tensor.copy_(before)  # keys and values need not: what is real writes the same ones again
 
-        graph, _ = self.recorded(lambda: self.advance(kind), self.forward, restore)
-        return graph
+        return restore
 
     def recorded(
         self, work: Callable[[], Tensor], plain: Callable[[], Tensor], restore: Callable[[], None]
@@ -244,27 +232,36 @@ class Bank:
         else:
             return False
         # what was captured with it would read memory that is free now
-        self._graphs, self.readings, self._read, self._recorder = {}, {}, {}, Recorder()
+        self._graphs, self.readings, self._read, self._recorder = {}, {}, Captures(on=self._read.on), Recorder()
         warnings.warn(f"fast decoding does not work here, a slower way is taken: {wrong[:300]}", stacklevel=2)
         return True
 
     def join(self, slots: Sequence[int], rows: Sequence[Row]) -> None:
         """Read the prompts of new rows together and choose the first token of each, as one step."""
-        index_n = send(list(slots), self.device)
-        self.chooser.join(slots, rows)
-        lengths = [len(row.ids) for row in rows]
+        self.chooser.bring(slots, rows)
         kind = Kind.of([row.request.sampling for row in rows])
-        fused = self._fused
-        if fused is None or self._reads is False or not fused.reads(bucket(max(lengths), 16)):
-            logits_nV = self._plainly(index_n, rows)
-        else:
-            logits_nV = self._quickly(fused, slots, rows)
-        ids_n = self.chooser.choose(logits_nV, kind, index_n)
-        self.slots.lengths_B[index_n] = send(lengths, self.device)
-        self.active_B[index_n] = 1
-        self.last_B[index_n] = ids_n.clamp(min=0)
-        self._keep(self.last_B.index_copy(0, index_n, ids_n))
+        if not self._quickly(slots, rows, kind):
+            size = Size.of(rows)
+            given = Joining.of(self._sent(self._told(slots, rows, size)), size)
+            self._seat(given, self._plainly(given.slots_n, rows), kind)
         self.written += 1
+
+    def _told(self, slots: Sequence[int], rows: Sequence[Row], size: Size) -> Tensor:
+        told = tell(slots, rows, self.chooser.settings(rows), size)
+        return told.pin_memory() if self.device.type == "cuda" else told
+
+    def _sent(self, told: Tensor) -> Tensor:
+        return told.to(self.device, non_blocking=True)
+
+    def _seat(self, given: Joining, logits_nV: Tensor, kind: Kind) -> None:
+        """Choose the first token of rows whose prompts were read, and let them begin."""
+        self.chooser.settle(given.slots_n, given.settings_n5)
+        ids_n = self.chooser.choose(logits_nV, kind, given.slots_n)
+        self.slots.lengths_B.index_copy_(0, given.slots_n, given.lengths_n)
+        self.active_B.index_fill_(0, given.slots_n, 1)
+        ids_B = self.last_B.index_copy(0, given.slots_n, ids_n)
+        self.last_B.copy_(ids_B.clamp(min=0))
+        self._keep(ids_B)
 
     def _plainly(self, index_n: Tensor, rows: Sequence[Row]) -> Tensor:
         """Read prompts by the model itself into an ordinary cache, and copy that; the scores [n, V] behind them."""
@@ -273,65 +270,71 @@ class Bank:
         inputs: dict[str, Any] = {}
         if self.cache.memory_padding is not None:
             inputs["source"], inputs["source_padding"] = right_padded([row.request.source for row in rows], self.device)
-        # padding behind a row needs no mask: nothing before it sees it, and what is written later covers it
-        states = self.model(tokens_nT, cache=cache, **inputs)
-        self._copy(cache, index_n)
-        lengths_n = send([len(row.ids) for row in rows], self.device)
-        return self.model.head.logits(states.hidden[torch.arange(len(rows), device=self.device), lengths_n - 1])
+        with evaluating(self.model):
+            # padding behind a row needs no mask: nothing before it sees it, and what is written later covers it
+            states = self.model(tokens_nT, cache=cache, **inputs)
+            self._copy(cache, index_n)
+            lengths_n = send([len(row.ids) for row in rows], self.device)
+            return self.model.head.logits(states.hidden[torch.arange(len(rows), device=self.device), lengths_n - 1])
 
-    def _quickly(self, fused: Fused, slots: Sequence[int], rows: Sequence[Row]) -> Tensor:
-        """As `_plainly`, by fused kernels; the first prompts both ways, so that what is fast is known to be right."""
-        index_n, shortest = send(list(slots), self.device), min(len(row.ids) for row in rows)
-        last = self.cache.layers[-1]
+    def _quickly(self, slots: Sequence[int], rows: Sequence[Row], kind: Kind) -> bool:
+        """Read by fused kernels straight into the slots and seat the rows, unless that is known to be wrong."""
+        fused, size = self._fused, rounded(Size.of(rows), self.longest)
+        small = size.rows * size.tokens <= _CAPTURED
+        size = size if small else Size.of(rows)
+        if fused is None or self._reads is False or not fused.reads(size.tokens):
+            return False
+        key, told = (size, kind), self._told(slots, rows, size)
+        if self._read.replay(key, told):
+            return True
+        sent = self._sent(told)
+        given = Joining.of(sent, size)
+
+        def read() -> Tensor:
+            return fused.read(given.ids_nt, given.ends_n, given.slots_n)
+
+        def work() -> Tensor:
+            logits_nV = read()
+            self._seat(given, logits_nV, kind)
+            return logits_nV
+
+        if small and self._read.again(key) and self._reads and self._capture_reading(key, sent, work):
+            return self._read.replay(key, told)
         try:
-            found_nV = self._prompts(fused, slots, rows)
-            if self._reads:
-                return found_nV
-            found = [kept[index_n, :, :shortest].clone() for kept in (last.keys, last.values)]
-            wrong = ""
+            logits_nV = read() if self._reads else self._compared(read, given, rows)
         except Exception as error:  # whatever a compiler may raise
             wrong = f"{type(error).__name__}: {error}"
-        expected_nV = self._plainly(index_n, rows)
-        if not wrong:
-            expected = [kept[index_n, :, :shortest] for kept in (last.keys, last.values)]
-            pairs = zip([found_nV, *found], [expected_nV, *expected], strict=True)
-            wrong = next(filter(None, (differ(*pair) for pair in pairs)), "")
-        if wrong:
             warnings.warn(f"fast reading does not work here, a slower way is taken: {wrong[:300]}", stacklevel=2)
-        self._reads = not wrong
-        return expected_nV
+            self._reads = False
+            return False
+        self._reads = True
+        self._seat(given, logits_nV, kind)
+        return True
 
-    def _prompts(self, fused: Fused, slots: Sequence[int], rows: Sequence[Row]) -> Tensor:
-        """Read prompts straight into their slots; sizes that come again are captured as a graph."""
-        count = bucket(len(rows))
-        tokens = min(bucket(max(len(row.ids) for row in rows), 16), self.longest)
-        # rows beyond the last repeat the first, in its slot: they write what it writes
-        chosen = [*range(len(rows)), *[0] * (count - len(rows))]
-        ids = [[*rows[row].ids, *[0] * (tokens - len(rows[row].ids))] for row in chosen]
-        given = [
-            send(ids, self.device),
-            torch.arange(tokens, device=self.device).repeat(count),
-            send([len(rows[row].ids) for row in chosen], self.device),
-            send([slots[row] for row in chosen], self.device),
-        ]
-        key = (count, tokens)
-        known = self._read.get(key)
-        if known is None:
-            full = count * tokens > _CAPTURED or sum(map(bool, self._read.values())) >= _SIZES
-            if key not in self._read or full or self.device.type != "cuda":
-                self._read[key] = None
-                return fused.read(*given)[: len(rows)]
-            expected_nV = fused.read(*given)
-            known = (given, *self._recorder.record(lambda: fused.read(*given), warm=2))
-            known[1].replay()
-            if wrong := differ(known[2], expected_nV):
+    def _compared(self, read: Callable[[], Tensor], given: Joining, rows: Sequence[Row]) -> Tensor:
+        """The first prompts both ways, so that what is fast is known to be right."""
+        index_n, shortest = given.slots_n[: len(rows)], min(len(row.ids) for row in rows)
+        last = self.cache.layers[-1]
+        logits_nV = read()
+        found = [kept[index_n, :, :shortest].clone() for kept in (last.keys, last.values)]
+        expected_nV = self._plainly(index_n, rows)
+        expected = [kept[index_n, :, :shortest] for kept in (last.keys, last.values)]
+        for pair in zip([logits_nV[: len(rows)], *found], [expected_nV, *expected], strict=True):
+            if wrong := differ(*pair):
                 raise RuntimeError(wrong)
-            self._read[key] = known
-        inputs, graph, logits_nV = known
-        for kept, new in zip(inputs, given, strict=True):
-            kept.copy_(new)
-        graph.replay()
-        return logits_nV[: len(rows)]
+        return logits_nV
+
+    def _capture_reading(self, key: Hashable, sent: Tensor, work: Callable[[], Tensor]) -> bool:
+        """Whether it is captured now; if that fails, prompts are read without graphs from now on."""
+        restore = self._traceless()
+        try:
+            self._read.capture(key, sent, work, self._recorder, restore)
+        except Exception as error:  # memory may be short, or the driver old
+            restore()
+            warnings.warn(f"prompts are read without graphs: {type(error).__name__}: {str(error)[:300]}", stacklevel=2)
+            self._read.on, self._recorder = False, Recorder(self._recorder.bytes)
+            return False
+        return True
 
     def _copy(self, cache: Cache, index_n: Tensor) -> None:
         """Bring what an ordinary cache has read to the slots."""
@@ -352,7 +355,7 @@ class Bank:
         parts = (self, self.slots, self.chooser, self.cache, *self.cache.layers)
         kept = [one for part in parts for one in vars(part).values() if isinstance(one, Tensor)]
         kept += [one for layer in self.cache.layers for one in layer.across or ()]
-        kept += [one for known in self._read.values() if known is not None for one in known[0]]
+        kept += self._read.kept
         kept += [] if self._fused is None else self._fused.copies
         # by their storage: the encoder's output is one number, expanded
         return self._recorder.bytes + sum(one.untyped_storage().nbytes() for one in kept)
@@ -380,3 +383,10 @@ class Bank:
 def bucket(size: int, least: int = 1) -> int:
     """The next power of two: few sizes mean few graphs."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def rounded(size: Size, longest: int) -> Size:
+    """One of few sizes: powers of two, and tokens in steps of an eighth of that, at least 64."""
+    whole = bucket(size.tokens, 16)
+    step = min(whole, max(64, whole // 8))
+    return Size(bucket(size.rows), min(-(-size.tokens // step) * step, longest))

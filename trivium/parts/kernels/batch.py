@@ -38,6 +38,10 @@ def _product(
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [fetched], dtype=tl.int32, is_pure=False, pack=1
         )
+    if BIAS:
+        added = tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+        if GATED:
+            gate_added = tl.load(gate_bias + n, mask=n < outputs, other=0.0).to(tl.float32)
     begun(EARLY)
     for start in range(0, EACH, BLOCK):
         k = part * EACH + start + k0
@@ -67,10 +71,10 @@ def _product(
             tl.store(arrived + tile, 0)  # ready for the next launch
     if last:
         if BIAS:
-            sums += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+            sums += added[None, :]
         if GATED:
             if BIAS:
-                gates += tl.load(gate_bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+                gates += gate_added[None, :]
             sums = sums * activate(gates, ACT)
         else:
             sums = activate(sums, ACT)

@@ -84,6 +84,11 @@ def _norm(
 ):  # fmt: skip
     b = tl.program_id(0)
     d = tl.arange(0, PAD)
+    gain = tl.load(weight + d, mask=d < WIDTH, other=0.0).to(tl.float32)  # before what has to be waited for
+    if BIAS:
+        shift = tl.load(bias + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    if ADD:
+        more = tl.load(add + d, mask=d < WIDTH, other=0.0).to(tl.float32)
     begun(EARLY)
     raw = tl.load(x + b * WIDTH + d, mask=d < WIDTH, other=0.0)
     value = raw.to(tl.float32)
@@ -92,12 +97,12 @@ def _norm(
     value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     if not CENTRED:
         value = value.to(out.dtype.element_ty).to(tl.float32)  # rounded before the scale, as published LLaMAs are
-    value = value * tl.load(weight + d, mask=d < WIDTH).to(tl.float32)
+    value = value * gain
     if BIAS:
-        value += tl.load(bias + d, mask=d < WIDTH).to(tl.float32)
+        value += shift
     tl.store(out + b * WIDTH + d, value.to(out.dtype.element_ty), mask=d < WIDTH)
     if ADD:
-        more = raw.to(tl.float32) + tl.load(add + d, mask=d < WIDTH).to(tl.float32)
+        more += raw.to(tl.float32)
         tl.store(x + b * WIDTH + d, more.to(x.dtype.element_ty), mask=d < WIDTH)
 
 
@@ -111,20 +116,13 @@ def _gate(gate, up, out, count, ACT: tl.constexpr, BLOCK: tl.constexpr, EARLY: t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _normed(
-    x, norm_weight, norm_bias, k, mean, scale,
-    INPUTS: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr,
-):  # fmt: skip
+def _normed(value, gain, shift, mean, scale, dtype, NORM: tl.constexpr):
     """Some of the inputs, normed."""
-    value = tl.load(x + k, mask=k < INPUTS, other=0.0).to(tl.float32)
     if NORM > 0:
         value = (value - mean) * scale
         if NORM == 1:
-            value = value.to(x.dtype.element_ty).to(tl.float32)  # as published LLaMAs are
-        value = value * tl.load(norm_weight + k, mask=k < INPUTS, other=0.0).to(tl.float32)
-        if NORM_BIAS:
-            value += tl.load(norm_bias + k, mask=k < INPUTS, other=0.0).to(tl.float32)
-        value = value.to(x.dtype.element_ty).to(tl.float32)
+            value = value.to(dtype).to(tl.float32)  # as published LLaMAs are
+        value = (value * gain + shift).to(dtype).to(tl.float32)
     return value
 
 
@@ -140,47 +138,67 @@ def _multiply(
     k0 = tl.arange(0, BLOCK)
     at = n[:, None].to(tl.int64) * INPUTS + k0[None, :]
     real = (n < outputs)[:, None] & (k0 < INPUTS)[None, :]
-    w = tl.load(weight + at, mask=real, other=0.0)  # weights depend on nothing: they come while others still run
+    # learned numbers depend on nothing: they come while others still run, and no later load waits for a sum
+    w = tl.load(weight + at, mask=real, other=0.0)
     if GATED:
         v = tl.load(gate + at, mask=real, other=0.0)
+    if BIAS:
+        added = tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+        if GATED:
+            gate_added = tl.load(gate_bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+    gain, shift = 1.0, 0.0
+    if NORM > 0:
+        gain = tl.load(norm_weight + k0, mask=k0 < INPUTS, other=0.0).to(tl.float32)
+        if NORM_BIAS:
+            shift = tl.load(norm_bias + k0, mask=k0 < INPUTS, other=0.0).to(tl.float32)
     begun(EARLY)
+    dtype = x.dtype.element_ty
+    first = tl.load(x + k0, mask=k0 < INPUTS, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        before = tl.load(residual + n, mask=n < outputs, other=0.0).to(tl.float32)
     mean, scale = 0.0, 1.0
     if NORM == 2:
-        total = tl.zeros([BLOCK], tl.float32)
-        for k in range(0, INPUTS, BLOCK):
+        total = first
+        for k in range(BLOCK, INPUTS, BLOCK):
             total += tl.load(x + k + k0, mask=k + k0 < INPUTS, other=0.0).to(tl.float32)
         mean = tl.sum(total, 0) / INPUTS
     if NORM > 0:
-        total = tl.zeros([BLOCK], tl.float32)
-        for k in range(0, INPUTS, BLOCK):
+        value = tl.where(k0 < INPUTS, first - mean, 0.0)
+        total = value * value
+        for k in range(BLOCK, INPUTS, BLOCK):
             value = tl.load(x + k + k0, mask=k + k0 < INPUTS, other=0.0).to(tl.float32)
             value = tl.where(k + k0 < INPUTS, value - mean, 0.0)
             total += value * value
         scale = tl.rsqrt(tl.sum(total, 0) / INPUTS + eps)
-    value = _normed(x, norm_weight, norm_bias, k0, mean, scale, INPUTS, NORM, NORM_BIAS)
+    value = _normed(first, gain, shift, mean, scale, dtype, NORM)
     sums = w.to(tl.float32) * value[None, :]
     if GATED:
         gates = v.to(tl.float32) * value[None, :]
     for k in range(BLOCK, INPUTS, BLOCK):
         real = (n < outputs)[:, None] & (k + k0 < INPUTS)[None, :]
         w = tl.load(weight + at + k, mask=real, other=0.0)
-        value = _normed(x, norm_weight, norm_bias, k + k0, mean, scale, INPUTS, NORM, NORM_BIAS)
+        value = tl.load(x + k + k0, mask=k + k0 < INPUTS, other=0.0).to(tl.float32)
+        if NORM > 0:
+            gain = tl.load(norm_weight + k + k0, mask=k + k0 < INPUTS, other=0.0).to(tl.float32)
+            if NORM_BIAS:
+                shift = tl.load(norm_bias + k + k0, mask=k + k0 < INPUTS, other=0.0).to(tl.float32)
+        value = _normed(value, gain, shift, mean, scale, dtype, NORM)
         sums += w.to(tl.float32) * value[None, :]
         if GATED:
             v = tl.load(gate + at + k, mask=real, other=0.0)
             gates += v.to(tl.float32) * value[None, :]
     result = tl.sum(sums, 1)
     if BIAS:
-        result += tl.load(bias + n, mask=n < outputs).to(tl.float32)
+        result += added
     if GATED:
         gated = tl.sum(gates, 1)
         if BIAS:
-            gated += tl.load(gate_bias + n, mask=n < outputs).to(tl.float32)
+            gated += gate_added
         result = result * activate(gated, ACT)
     else:
         result = activate(result, ACT)
     if RESIDUAL:
-        result += tl.load(residual + n, mask=n < outputs).to(tl.float32)
+        result += before
     tl.store(out + n, result.to(out.dtype.element_ty), mask=n < outputs)
 
 

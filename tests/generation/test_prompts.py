@@ -1,0 +1,284 @@
+"""Prompts that are read by fused kernels and captured graphs, with stand-ins for both that run on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.generation.test_continuous import CONTEXT, END, GREEDY, MODELS, SAMPLINGS, VOCAB, alone, comparable, small
+from trivium.generation import prompts
+from trivium.generation.continuous import Engine
+from trivium.generation.engine import Request
+from trivium.generation.prompts import Joining, Size, tell
+from trivium.generation.rows import Row
+from trivium.generation.scorer import evaluating
+from trivium.generation.slots import Bank, rounded
+from trivium.models.transformer import Transformer
+from trivium.parts.positions import Learned
+
+
+class Reads:
+    """Stands for the fused kernels: prompts by the model itself, and their padding is poison in the slots."""
+
+    def __init__(self, bank: Bank) -> None:
+        self.cache, self.bank, self.calls = bank.cache, bank, 0
+
+    def reads(self, tokens: int) -> bool:
+        return True
+
+    def refresh(self) -> None:
+        pass
+
+    copies: tuple[Tensor, ...] = ()
+
+    def read(self, ids_nt: Tensor, ends_n: Tensor, slots_n: Tensor) -> Tensor:
+        self.calls += 1
+        model, (rows, tokens) = self.bank.model, ids_nt.shape
+        cache = model.cache(rows, tokens)
+        was = model.training
+        hidden = model.eval()(ids_nt, cache=cache).hidden.flatten(0, 1)
+        model.train(was)
+        for row, end in enumerate((ends_n % tokens).tolist()):
+            for layer, read in zip(self.cache.layers, cache.layers, strict=True):
+                for kept, new in ((layer.keys, read.keys), (layer.values, read.values)):
+                    new[row, :, end + 1 :] = 1e3 if ends_n[row] // tokens == row else new[0, :, end + 1 :]
+                    kept[slots_n[row], :, :tokens] = new[row]
+        return model.head.logits(hidden[ends_n])
+
+    def forward(self) -> Tensor:
+        return self.bank.forward()
+
+
+class Graph:
+    """Stands for a captured graph: the work once more, its result where the first was."""
+
+    def __init__(self, work: Callable[[], Tensor], result: Tensor) -> None:
+        self.work, self.result, self.replays = work, result, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.result.copy_(self.work())
+
+
+class Records:
+    """Stands for the recorder."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong, self.graphs, self.bytes = wrong, cast("list[Graph]", []), 0
+
+    def record(self, work: Callable[[], Tensor], *, warm: int, restore: Callable[[], None]) -> tuple[Graph, Tensor]:
+        for _ in range(warm):
+            work()
+            restore()
+        if self.wrong == "fails":
+            work()  # as far as it came
+            raise torch.OutOfMemoryError("no memory")
+        result = work()
+        restore()
+        self.graphs.append(Graph(work, result))
+        if self.wrong == "differs":
+            self.graphs[-1].work = lambda: work() + 9
+        return self.graphs[-1], result
+
+
+def armed(bank: Bank, wrong: str = "") -> Any:
+    """The bank with stand-ins, as on a GPU."""
+    held = cast(Any, bank)
+    held._fused, held._recorder, held._read.on = Reads(bank), Records(wrong), True
+    return held
+
+
+def row(index: int, length: int, sampling: int = 0) -> Row:
+    ids = tuple((7 * index + 3 * at + at * at) % VOCAB for at in range(length))
+    return Row(index, Request(ids=ids, tokens=6, sampling=SAMPLINGS[sampling], seed=index))
+
+
+def state(bank: Bank) -> list[Tensor]:
+    chooser = bank.chooser
+    found = [bank.last_B, bank.slots.lengths_B, bank.active_B, bank.ring_RB, bank.count_B]
+    return [*found, chooser.drawn_B, chooser.seen_BV, chooser.settings_B5]
+
+
+def same(bank: Bank, plain: Bank) -> bool:
+    return all(map(torch.equal, state(bank), state(plain)))
+
+
+JOINS = st.lists(  # the lengths of prompts that join together, and how their rows choose
+    st.lists(st.tuples(st.integers(1, CONTEXT - 8), st.integers(0, len(SAMPLINGS) - 1)), min_size=1, max_size=3),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(joins=JOINS, name=st.sampled_from(("learned", "rotary", "grouped")))
+@torch.no_grad()
+def test_rows_that_join_by_graphs_go_on_as_those_that_join_plainly(
+    joins: list[list[tuple[int, int]]], name: str
+) -> None:
+    bank, plain = Bank(MODELS[name], 4, CONTEXT, 0), Bank(MODELS[name], 4, CONTEXT, 0)
+    armed(bank)
+    for number, join in enumerate(joins * 3):  # at once, captured, replayed
+        slots = [(number + at) % 4 for at in range(len(join))]
+        for one in (bank, plain):
+            one.join(slots, [row(number + at, *wish) for at, wish in enumerate(join)])
+        assert same(bank, plain)
+        with evaluating(MODELS[name]):
+            logits = [one.forward()[slots] for one in (bank, plain)]
+        torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-9)  # what is behind a prompt is never seen
+        assert bank.written == plain.written == bank.count_B[0] == number + 1
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    wishes=st.lists(st.tuples(st.integers(1, CONTEXT - 2), st.integers(0, len(SAMPLINGS) - 1)), min_size=1, max_size=9),
+    slots=st.integers(1, 4),
+)
+def test_a_running_batch_that_reads_by_graphs_writes_what_each_row_writes_alone(
+    wishes: list[tuple[int, int]], slots: int
+) -> None:
+    model = MODELS["rotary"]
+    with pytest.MonkeyPatch.context() as patch:
+        begin = Bank.__init__
+
+        def init(bank: Bank, *args: Any) -> None:
+            begin(bank, *args)
+            armed(bank)
+
+        patch.setattr(Bank, "__init__", init)
+        model.__dict__.pop("banks", None)
+        rows = [row(index, *wish) for index, wish in enumerate(wishes)]
+        for _ in range(3):
+            engine = Engine(model, end=END, slots=slots)
+            found: dict[int, list[Any]] = {engine.submit(one.request): [] for one in rows}
+            while engine.busy:
+                for token in engine.step():
+                    found[token.row].append(token)
+            assert [comparable(one) for one in found.values()] == [comparable(alone(model, r.request)) for r in rows]
+        model.__dict__.pop("banks", None)
+
+
+@torch.no_grad()
+def test_a_size_is_captured_when_it_comes_again_and_replayed_from_then_on() -> None:
+    held = armed(Bank(MODELS["learned"], 2, CONTEXT, 0))
+    calls, graphs = [], []
+    for length in (3, 4, 5, 20, 6, 20):
+        held.join([0], [row(0, length)])
+        calls.append(held._fused.calls)
+        graphs.append(len(held._recorder.graphs))
+    assert graphs == [0, 1, 1, 1, 1, 2]  # up to 16 tokens are one size, up to 24 another
+    # the first is read once; capturing is a comparison, a warm-up, a recording, a check and the replay
+    assert calls == [1, 6, 7, 8, 9, 14]
+
+
+@torch.no_grad()
+def test_a_prompt_that_is_captured_leaves_one_trace_only() -> None:
+    bank, plain = Bank(MODELS["learned"], 2, CONTEXT, 0), Bank(MODELS["learned"], 2, CONTEXT, 0)
+    armed(bank)
+    for sampling in range(len(SAMPLINGS)):
+        for _ in range(2):
+            for one in (bank, plain):
+                one.join([1], [row(5, 9, sampling)])
+            assert same(bank, plain)
+
+
+@pytest.mark.parametrize("wrong", ["fails", "differs"])
+@torch.no_grad()
+def test_prompts_that_cannot_be_captured_are_read_without_graphs(wrong: str) -> None:
+    bank, plain = Bank(MODELS["learned"], 2, CONTEXT, 0), Bank(MODELS["learned"], 2, CONTEXT, 0)
+    held = armed(bank, wrong)
+    calls = []
+    for time in range(4):
+        for one in (bank, plain):
+            if one is bank and time == 1:
+                with pytest.warns(UserWarning, match="without graphs: .*(no memory|results differ)"):
+                    one.join([1], [row(time, 9, 4)])
+            else:
+                one.join([1], [row(time, 9, 4)])
+        calls.append(held._fused.calls)
+        assert same(bank, plain)
+    assert not held._read.kept
+    assert calls[3] == calls[2] + 1 == calls[1] + 2  # still by the kernels
+    assert held._reads
+
+
+@torch.no_grad()
+def test_only_so_many_sizes_stay_captured_the_latest_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "_SIZES", 2)
+    held = armed(Bank(MODELS["learned"], 4, CONTEXT, 0))
+    for count in (1, 2, 1, 2, 1, 4, 4):
+        held.join(range(count), [row(at, 3) for at in range(count)])
+    assert [size.rows for size, _ in held._read._graphs] == [1, 4]
+    replays = [graph.replays for graph in held._recorder.graphs]
+    held.join([0], [row(0, 3)])
+    assert [graph.replays for graph in held._recorder.graphs] == [replays[0] + 1, *replays[1:]]
+
+
+@torch.no_grad()
+def test_many_tokens_are_read_as_they_are_and_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivium.generation.slots._CAPTURED", 40)
+    held = armed(Bank(MODELS["learned"], 4, CONTEXT, 0))
+    shapes, read = [], held._fused.read
+
+    def noted(ids: Tensor, *rest: Tensor) -> Tensor:
+        shapes.append(tuple(ids.shape))
+        return cast(Tensor, read(ids, *rest))
+
+    held._fused.read = noted
+    for _ in range(3):
+        held.join([0, 1, 2], [row(at, 15) for at in range(3)])
+    assert shapes == [(3, 15)] * 3
+    assert not held._read.kept
+
+
+@given(rows=st.integers(1, 70), tokens=st.integers(1, 3000), longest=st.integers(1, 3000))
+@settings(max_examples=200, deadline=None)
+def test_sizes_are_few_and_waste_little(rows: int, tokens: int, longest: int) -> None:
+    tokens = min(tokens, longest)
+    size = rounded(Size(rows, tokens), longest)
+    assert rows <= size.rows < 2 * rows
+    assert tokens <= size.tokens <= longest
+    assert size.tokens - tokens < max(64, tokens / 4)
+    assert rounded(size, longest) == size
+
+
+def test_all_sizes_up_to_a_context_are_some_dozen() -> None:
+    assert len({rounded(Size(1, tokens), 4096) for tokens in range(1, 4097)}) < 30
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), more=st.integers(0, 3), longer=st.integers(0, 4))
+def test_the_device_is_told_each_row_once_and_the_first_as_often_as_needed(
+    lengths: list[int], more: int, longer: int
+) -> None:
+    rows = [row(index, length, index) for index, length in enumerate(lengths)]
+    slots = [10 + index for index in range(len(rows))]
+    chosen = [[0.5 + index, 2.0**-24, 1e30, float("-inf"), index] for index in range(len(rows))]
+    size = Size(len(rows) + more, max(lengths) + longer)
+    given = Joining.of(tell(slots, rows, chosen, size), size)
+    for at in range(size.rows):
+        real = at if at < len(rows) else 0
+        end = int(given.ends_n[at])
+        assert given.ids_nt[at, : lengths[real]].tolist() == rows[real].ids
+        assert not given.ids_nt[at, lengths[real] :].any()
+        assert divmod(end, size.tokens) == (real, lengths[real] - 1)
+        assert given.slots_n[at] == slots[real]
+        assert given.lengths_n[at] == lengths[real]
+        assert torch.equal(given.settings_n5[at], torch.tensor(chosen[real]))
+
+
+def test_dropout_is_off_while_prompts_are_read_and_on_again_afterwards() -> None:
+    model: Transformer = small(Learned()).train()
+    wish = Request(ids=(1, 2, 3), tokens=4, sampling=GREEDY, seed=0)
+    for _ in range(2):
+        engine = Engine(model, end=END, slots=1)
+        engine.submit(wish)
+        found = [token for _ in range(9) if engine.busy for token in engine.step()]
+        assert all(module.training for module in model.modules())
+        assert comparable(found) == comparable(alone(model, wish))

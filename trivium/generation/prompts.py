@@ -1,0 +1,119 @@
+"""Rows on their way into slots: all that a device is told of them in one copy, and graphs for the sizes that return."""
+
+# n rows that join, t prompt tokens
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from trivium.generation.graphs import Recorder, differ
+from trivium.generation.rows import Row
+
+_SIZES = 16  # that are kept captured, the latest used
+
+
+class Size(NamedTuple):
+    """Rows that are read together, and tokens of each, filled up."""
+
+    rows: int
+    tokens: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Size:
+        """Just as large as they are."""
+        return cls(len(rows), max(len(row.ids) for row in rows))
+
+
+class Joining(NamedTuple):
+    """What the device is told of rows that join; rows beyond the last are the first once more, in its slot."""
+
+    ids_nt: Tensor
+    ends_n: Tensor  # the place of each prompt's last token among all tokens
+    lengths_n: Tensor
+    slots_n: Tensor
+    settings_n5: Tensor  # how each chooses
+
+    @classmethod
+    def of(cls, told: Tensor, size: Size) -> Joining:
+        """The parts of what `tell` has made."""
+        rows, tokens = size
+        sizes = [rows * tokens, rows, rows, rows, (5 * rows + 1) // 2]
+        ids, ends_n, lengths_n, slots_n, settings = torch.split(told, sizes)
+        settings_n5 = settings.view(torch.float32)[: 5 * rows].view(rows, 5)
+        return cls(ids.view(rows, tokens), ends_n, lengths_n, slots_n, settings_n5)
+
+
+def tell(slots: Sequence[int], rows: Sequence[Row], settings: Sequence[Sequence[float]], size: Size) -> Tensor:
+    """All of it as one row of numbers, on the host."""
+    chosen = [*range(len(rows)), *[0] * (size.rows - len(rows))]
+    lengths = [len(row.ids) for row in rows]
+    numbers, reals = array("q"), array("f")  # several times as fast as a tensor of a list
+    for row in chosen:
+        numbers.extend(rows[row].ids)
+        numbers.extend([0] * (size.tokens - lengths[row]))
+    numbers.extend([row * size.tokens + lengths[row] - 1 for row in chosen])
+    numbers.extend([lengths[row] for row in chosen])
+    numbers.extend([slots[row] for row in chosen])
+    for row in chosen:
+        reals.extend(settings[row])
+    reals.extend([0.0] * (len(reals) % 2))
+    whole = torch.frombuffer(numbers, dtype=torch.long)
+    return torch.cat((whole, torch.frombuffer(reals, dtype=torch.float32).view(torch.long)))
+
+
+@final
+class Captures:
+    """Work on what the device is told, by a key: plain the first time, captured the second, from then on replayed."""
+
+    def __init__(self, *, on: bool) -> None:
+        self.on = on  # whether anything is captured
+        self._seen: set[Hashable] = set()
+        self._graphs: OrderedDict[Hashable, tuple[Tensor, torch.cuda.CUDAGraph]] = OrderedDict()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Where graphs find what they are told."""
+        return [told for told, _ in self._graphs.values()]
+
+    def replay(self, key: Hashable, told: Tensor) -> bool:
+        """Do it by its graph, if there is one."""
+        known = self._graphs.get(key)
+        if known is None:
+            return False
+        self._graphs.move_to_end(key)
+        known[0].copy_(told, non_blocking=True)
+        known[1].replay()
+        return True
+
+    def again(self, key: Hashable) -> bool:
+        """Whether it has come before, and should be captured now."""
+        before = key in self._seen
+        self._seen.add(key)
+        return self.on and before
+
+    def capture(
+        self,
+        key: Hashable,
+        told: Tensor,
+        work: Callable[[], Tensor],
+        recorder: Recorder,
+        restore: Callable[[], None],
+    ) -> None:
+        """Record `work` on `told`, and let the longest unused go; it must repeat its scores, and leaves no trace."""
+        expected = work().clone()
+        restore()
+        graph, found = recorder.record(work, warm=1, restore=restore)
+        graph.replay()
+        wrong = differ(found, expected)
+        restore()
+        if wrong:
+            raise RuntimeError(wrong)
+        while len(self._graphs) >= _SIZES:
+            self._graphs.popitem(last=False)
+        self._graphs[key] = (told, graph)
