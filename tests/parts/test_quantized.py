@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from trivium.parts.kernels import levels as kernel
 from trivium.parts.linear import Linear
 from trivium.parts.quantized import GROUP, Bits, Packed, QuantizedLinear, pack, unpack, unpack_into
 
@@ -216,3 +217,23 @@ def test_arithmetic_in_bfloat16_by_autocast_stays_in_bfloat16(bits: Bits) -> Non
     assert found.dtype == torch.bfloat16
     exact = new(x).detach()
     assert float((found.float() - exact).norm() / exact.norm()) < 0.01
+
+
+def test_kernels_of_a_gpu_that_compute_something_else_are_not_used() -> None:
+    def right(x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+        return F.linear(x.float(), unpack(Packed(*packed), x.shape[1])).bfloat16()
+
+    def wrong(x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+        return right(x, packed, bias) * (1.02 if len(x) > 1 else 1)  # several rows alone
+
+    here = torch.device("cpu")
+    for sample in kernel._samples():
+        assert kernel._right_there(sample, here, right)
+        assert not kernel._right_there(sample, here, wrong)
+
+
+def test_without_triton_a_gpu_takes_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
+    kernel.gpu.cache_clear()
+    assert not kernel.gpu(0)
+    kernel.gpu.cache_clear()

@@ -1,7 +1,7 @@
 """Linear layers whose weights are 8- or 4-bit levels with a scale per group of inputs.
 
-A few rows at a time, as in decoding, are multiplied with the levels as they are; for more the matrix is made whole,
-some of its rows at a time.
+A few rows at a time, as in decoding, are multiplied with the levels as they are; for more the matrix is made whole, on
+a CPU some of its rows at a time.
 """
 
 # O outputs, I inputs, P inputs filled up to whole groups, G groups, R rows at a time
@@ -135,7 +135,7 @@ class QuantizedLinear(nn.Module):
         if few is not None:
             return few
         if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return F.linear(x, self.dense().to(x.dtype), self.bias)
+            return F.linear(x, self._whole(x), self.bias)
         parts = [
             product(x, self._rows(rows).to(x.dtype), None if self.bias is None else self.bias[rows])
             for rows in _chunks(self.out_features, self.in_features)
@@ -145,6 +145,16 @@ class QuantizedLinear(nn.Module):
     def dense(self) -> Tensor:
         """The matrix that it stands for, float32 [O, I]."""
         return unpack(Packed(self.levels, self.scales), self.in_features)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """The same as a product with `x` wants it."""
+        kind, packed = x.device.type, Packed(self.levels, self.scales)
+        if not _by_gpu(x, packed):
+            return self.dense().to(x.dtype)
+        from trivium.parts.kernels import narrow
+
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return narrow.whole(packed, self.in_features, dtype)
 
     def _rows(self, rows: slice) -> Tensor:
         return unpack(Packed(self.levels[rows], self.scales[rows]), self.in_features)
@@ -204,6 +214,8 @@ def _wanted(x: Tensor, inputs: int) -> bool:
 
 def _few(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
     """The product of a few rows with the levels themselves; None where that is not the way."""
+    if x.device.type == "cuda":
+        return _few_there(x, packed, bias)
     levels, scales = packed
     multiply = kernel.product() if _wanted(x, x.shape[-1]) else None
     if multiply is None or levels.device.type != "cpu" or scales.dtype != torch.bfloat16:
@@ -213,6 +225,30 @@ def _few(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
     x_RP = F.pad(x_RP, (0, extra)) if extra else x_RP.contiguous()
     result_RO = multiply(levels.contiguous(), scales.contiguous(), None if bias is None else bias.float(), x_RP)
     return result_RO.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def _by_gpu(x: Tensor, packed: Packed) -> bool:
+    """Whether there are kernels for `x` and these levels, and they may be started."""
+    if x.device.type != "cuda" or x.dtype == torch.float64 or torch.compiler.is_compiling():
+        return False
+    index = torch.cuda.current_device()  # kernels start there and nowhere else
+    if x.device.index != index or packed.levels.device != x.device or not kernel.gpu(index):
+        return False
+    from trivium.parts.kernels import narrow  # not above: triton is not everywhere
+
+    return narrow.fits(packed)
+
+
+def _few_there(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
+    """As `_few`, on a GPU."""
+    if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and x.requires_grad) or not _by_gpu(x, packed):
+        return None
+    from trivium.parts.kernels import narrow
+
+    x_RI = x.reshape(-1, x.shape[-1]).contiguous()
+    if not 0 < len(x_RI) <= narrow.MOST:
+        return None
+    return narrow.multiply(x_RI, packed, bias).view(*x.shape[:-1], -1)
 
 
 def hollow(model: nn.Module, bits: Bits) -> dict[str, Linear]:

@@ -1,6 +1,7 @@
 """Products with packed weights straight from their levels, by a C program that is built where it runs.
 
-Without a C compiler there is none, and the plain way is taken: the same numbers up to rounding, only later.
+Without a C compiler there is none, and the plain way is taken: the same numbers up to rounding, only later. So it is
+with the kernels for a GPU, which `narrow` has.
 """
 
 # R rows, P inputs filled up to whole groups, O outputs
@@ -12,9 +13,12 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.resources import as_file, files
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,15 +101,45 @@ def _start(tensor: Tensor, dtype: torch.dtype) -> int:
 
 def _right(product: Product) -> bool:
     """Whether it computes what it should: a compiler may not know this processor well."""
-    x = (torch.arange(5 * 128) % 11 - 5).float().view(5, 128)  # small whole numbers all along: no rounding
+    return all(torch.equal(product(*sample.packed, None, sample.x), sample.wanted) for sample in _samples())
+
+
+@functools.cache
+def gpu(index: int) -> bool:
+    """Whether the kernels of `narrow` are right on this GPU, tried at the first use in a process."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        from trivium.parts.kernels import narrow  # not above: triton is not everywhere
+
+        return all(_right_there(sample, torch.device("cuda", index), narrow.multiply) for sample in _samples())
+    except Exception as error:  # whatever a compiler may raise
+        warnings.warn(f"8- and 4-bit weights are slow on this GPU: {type(error).__name__}: {error}", stacklevel=2)
+        return False
+
+
+class _Sample(NamedTuple):
+    packed: tuple[Tensor, Tensor]
+    x: Tensor  # [R, P]
+    wanted: Tensor  # [R, O]
+
+
+def _samples() -> Iterator[_Sample]:
+    """A product with 8 and one with 4 bits, of small whole numbers all along: no rounding."""
+    x = (torch.arange(5 * 128) % 11 - 5).float().view(5, 128)
     eight = (torch.arange(3 * 128) * 37 % 255 - 127).to(torch.int8).view(3, 128)
     scales = torch.tensor([[0.5, 2.0], [1.0, 0.25], [4.0, 1.0]])
-    wanted = x @ (eight.view(3, 2, 64) * scales[..., None]).view(3, 128).T
+    yield _Sample((eight, scales.bfloat16()), x, x @ (eight.view(3, 2, 64) * scales[..., None]).view(3, 128).T)
     four = (torch.arange(3 * 128) * 7 % 16 - 8).to(torch.int8).view(3, 128)
     halves = torch.cat([scales, scales.flip(1)], dim=1)
-    wanted4 = x @ (four.view(3, 4, 32) * halves[..., None]).view(3, 128).T
     low, high = four.chunk(2, dim=1)
     packed = (high << 4 | low & 15).view(torch.uint8)
-    return torch.equal(product(eight, scales.bfloat16(), None, x), wanted) and torch.equal(
-        product(packed, halves.bfloat16(), None, x), wanted4
-    )
+    yield _Sample((packed, halves.bfloat16()), x, x @ (four.view(3, 4, 32) * halves[..., None]).view(3, 128).T)
+
+
+def _right_there(sample: _Sample, device: torch.device, multiply: Callable[..., Tensor]) -> bool:
+    """One row and several have kernels of their own."""
+    levels, scales = (tensor.to(device) for tensor in sample.packed)
+    x_RP = sample.x.to(device, torch.bfloat16)
+    found = (multiply(x_RP[:rows], (levels, scales), None).cpu() for rows in (1, len(x_RP)))
+    return all(torch.equal(some, sample.wanted[: len(some)].bfloat16()) for some in found)
