@@ -193,4 +193,4 @@ def test_narrow_products_are_near_the_plain_ones() -> None:
     assert torch.equal(summed(hidden, weight, None, labels, narrow=True, rows=32), usual)  # float32 was asked for
     leaves = (hidden, weight)
     for one, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
-        assert 1e-4 * other.norm() < (one - other).norm() < 0.06 * other.norm()  # e5m2 has two bits behind the point
+        assert 1e-4 * other.norm() < (one - other).norm() < 0.03 * other.norm()  # the logits have three bits fewer

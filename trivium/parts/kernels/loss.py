@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ ALIGNED = 64
 ROWS, CHUNK = {"cpu": 384, "cuda": 16_384}, 1 << 22
 # So many logits stay in a CPU's cache while the softmax goes over them several times.
 CACHED = 1 << 19
-# Whether the kernel of kernels/softmax.py takes the place of the compiler's: a GPU has not shown it to be right yet.
-TRITON = False
+# Whether the kernel of kernels/softmax.py takes the place of the compiler's on a GPU.
+TRITON = find_spec("triton") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Scoring:
     vocab: int
     cap: float = 0.0
     smoothing: float = 0.0
-    narrow: bool = False  # products in float8
+    narrow: bool = False  # logits in float8
 
 
 def summed(
@@ -56,7 +57,7 @@ def summed(
 ) -> Tensor:
     """The losses of all labels added up, float32; `rows` at a time, by default as many as the device likes best.
 
-    With `narrow` the products of a training step in half precision are done in float8, where the sizes allow it.
+    With `narrow` the logits of a training step in half precision are multiplied in float8, where the sizes allow it.
     """
     kind = hidden_ND.device.type
     mixed = torch.is_autocast_enabled(kind)
@@ -153,14 +154,14 @@ def _compiled(
     matrix, offset = None, None
     for start, end in _chunks(len(labels_N), rows):
         logits_NP = products.logits(start, end)
-        part, gradient_NP = _differentiated(products, logits_NP, bias_P, labels_N[start:end], scoring, any(wanted))
+        part, gradient_NP = _differentiated(logits_NP, bias_P, labels_N[start:end], scoring, any(wanted))
         loss = loss + part
         if wanted[0] or wanted[1]:
             new_states, new = products.gradients(gradient_NP, start, end)
             states.append(new_states)
             matrix = new if matrix is None else matrix + new
         if wanted[2]:
-            more = gradient_NP.to(loss.dtype).sum(0) / products.factor
+            more = gradient_NP.to(loss.dtype).sum(0)
             offset = more if offset is None else offset + more
     return (
         loss,
@@ -175,7 +176,6 @@ class _Plain:
 
     def __init__(self, hidden_ND: Tensor, weight_PD: Tensor) -> None:
         self.hidden, self.weight = hidden_ND, weight_PD
-        self.dtype, self.factor = hidden_ND.dtype, 1.0
 
     def logits(self, start: int, end: int) -> Tensor:
         return self.hidden[start:end] @ self.weight.mT
@@ -186,43 +186,30 @@ class _Plain:
 
 
 class _Narrow:
-    """The same in float8. A logit's gradient is at most 1, so its scale is known before it is."""
+    """The same, the logits in float8; their gradient would have to be written once more for each of its products."""
 
     def __init__(self, hidden_ND: Tensor, weight_PD: Tensor) -> None:
-        self.wide = hidden_ND.dtype
-        self.dtype, self.factor = fp8.GRADIENT, 2.0**15
-        self.hidden, self.weight = fp8.quantized(hidden_ND, fp8.INPUT), fp8.quantized(weight_PD, fp8.INPUT)
-        self.turned = self.weight.turned()
-        self.scale = torch.full_like(self.weight.scale, 1 / self.factor)
+        self.plain = _Plain(hidden_ND, weight_PD)
+        self.hidden, self.weight = fp8.quantized(hidden_ND), fp8.quantized(weight_PD)
 
     def logits(self, start: int, end: int) -> Tensor:
-        chunk = Scaled(self.hidden.values[start:end], self.hidden.scale)
-        return fp8.scaled_product(chunk, Scaled(self.weight.values.t(), self.weight.scale), self.wide, fast=True)
+        chunk = Scaled(self.hidden.values[start:end], self.hidden.scale[start:end])
+        return fp8.scaled_product(chunk, self.weight, self.plain.hidden.dtype)
 
     def gradients(self, gradient_NP: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        chunk = Scaled(self.hidden.values[start:end], self.hidden.scale).turned()
-        states = fp8.scaled_product(Scaled(gradient_NP, self.scale), self.turned, self.wide)
-        turned = Scaled(gradient_NP.t().contiguous(), self.scale)
-        return states, fp8.scaled_product(turned, chunk, torch.float32)
+        return self.plain.gradients(gradient_NP, start, end)
 
 
 def _differentiated(
-    products: _Plain | _Narrow,
-    logits_NP: Tensor,
-    bias_P: Tensor | None,
-    labels_N: Tensor,
-    scoring: Scoring,
-    wanted: bool,
+    logits_NP: Tensor, bias_P: Tensor | None, labels_N: Tensor, scoring: Scoring, wanted: bool
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk, and the gradient of its logits as the products want it."""
+    """The summed loss of a chunk, and the gradient of its logits in their precision."""
     if _by_kernel(logits_NP):
         from trivium.parts.kernels import softmax  # not above: there is no Triton for a CPU
 
-        dtype = products.dtype if wanted else None
-        losses_N, gradient_NP = softmax.differentiated(logits_NP, bias_P, labels_N, scoring, dtype, products.factor)
-        return losses_N.sum(), gradient_NP
+        return softmax.differentiated_in_place(logits_NP, bias_P, labels_N, scoring, wanted).sum(), logits_NP
     loss, gradient_NP = differentiated(logits_NP, bias_P, labels_N, scoring, wanted)
-    return loss, (gradient_NP * products.factor).to(products.dtype)
+    return loss, gradient_NP.to(logits_NP.dtype)
 
 
 def _by_kernel(logits: Tensor) -> bool:
