@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -311,3 +311,21 @@ def test_layers_side_by_side_give_what_each_gives(bias: bool) -> None:
     torch.testing.assert_close(fast, plain)
     for one, two in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (fast, plain)), strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("bias", ["all", "none"])
+def test_one_product_gives_the_queries_keys_and_values_of_three(
+    bias: Literal["all", "none"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in training on a GPU, values and gradients."""
+    part, x_BTD = made(MultiHead(bias=bias)), random(2, 5, 24).requires_grad_()
+    leaves = [x_BTD, *part.parameters()]
+    three = attend(part, x_BTD, CAUSAL)
+    monkeypatch.setattr(part, "_one", lambda x: True)
+    for layer in (part.query, part.key, part.value):
+        monkeypatch.setattr(layer, "forward", None)  # one that is called now fails
+    one = attend(part, x_BTD, CAUSAL)
+    torch.testing.assert_close(one, three)
+    upstream = random(*one.shape, seed=1)
+    for fast, slow in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (one, three)), strict=True):
+        torch.testing.assert_close(fast, slow)

@@ -245,10 +245,29 @@ class MultiHeadAttention(nn.Module):
             parts: Sequence[Tensor] = torch.split(product(x_BTD, one.weight, one.bias), one.sizes, dim=-1)
         elif self.grouped:  # one product of unequal parts is no faster: an H200 took 1.6 % longer for TinyLlama's
             parts = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
+        elif self._one(x_BTD):
+            return self._whole(x_BTD)
         else:
-            parts = together(x_BTD, self.query, self.key, self.value)
+            parts = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         sizes = (self.size, self.size, self.value_size)
         return [self._split(part, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _one(self, x: Tensor) -> bool:
+        """Whether one product is faster than three: on a GPU in training."""
+        plain = all(type(layer) is Linear for layer in (self.query, self.key, self.value))
+        return x.device.type == "cuda" and torch.is_grad_enabled() and plain and self.size == self.value_size
+
+    def _whole(self, x_BTD: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values by heads in one product.
+
+        Cut into heads before it is parted: a kernel that makes the gradients of all three side by side, as in `flash`,
+        has then made that of the product, and the compiler copies nothing.
+        """
+        layers = (self.query, self.key, self.value)
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None
+        heads_BTHE = product(x_BTD, weight, bias, narrow=self.query.narrow).view(*x_BTD.shape[:2], -1, self.size)
+        return [part.transpose(1, 2) for part in torch.split(heads_BTHE, heads_BTHE.shape[2] // 3, dim=2)]
 
     def pack(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""

@@ -56,7 +56,9 @@ def test_values_and_gradients_are_those_of_the_formula(
     if seen is not None:
         seen[0] = False  # a row in which nothing is seen
     block = Block(16, 32, 4, 1)
-    plan = Plan(forward=Block(32, 16, 4, 1), keys=block, queries=Block(16, 16, 4, 1), bias=block, parts=2)
+    plan = Plan(
+        forward=Block(32, 16, 4, 1), keys=block, queries=Block(16, 16, 4, 1), bias=block, parts=0 if groups == 1 else 2
+    )
     inputs = [one for one in (query, key, value, bias) if one is not None]
     fast = attend(query, key, value, bias, seen, causal=causal, scale=0.3, plan=plan)
     slow = plain(query, key, value, bias, seen, causal)
@@ -94,10 +96,58 @@ def test_a_compiled_model_gets_the_same() -> None:
         torch.testing.assert_close(one, two)
 
 
+def test_gradients_of_one_product_need_no_copy() -> None:
+    """Queries, keys and values out of one product: their gradients lie as those of the product do."""
+    from trivium.parts.kernels.flash import Block, Plan, attend
+
+    block, generator = Block(16, 16, 4, 1), torch.Generator().manual_seed(0)
+    plan = Plan(forward=block, keys=block, queries=block, bias=block, parts=1)
+    whole = torch.randn(2, 24, 6, 16, generator=generator).to(DEVICE)
+    parts = [part.transpose(1, 2).requires_grad_() for part in torch.split(whole, 2, dim=2)]
+    mixed = attend(parts[0], parts[1], parts[2], None, None, causal=True, scale=0.3, plan=plan)
+    grads = torch.autograd.grad(mixed.square().sum(), parts)
+    for part, (one, grad) in enumerate(zip(parts, grads, strict=True)):
+        assert grad.stride() == one.stride()
+        assert grad.storage_offset() == one.storage_offset() == part * 32
+        assert grad.untyped_storage().data_ptr() == grads[0].untyped_storage().data_ptr()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the kernel that mixes is one of the CPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_of_the_bias_alone_fits_another_kernel(compiled: bool) -> None:
+    from trivium.parts.kernels.flash import Beside, Block, Plan
+
+    generator = torch.Generator().manual_seed(0)
+    plan = Plan(bias=Block(16, 16, 4, 1), parts=2).numbers()
+    query, key, value = (torch.randn(3, 2, 24, 16, generator=generator).requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 2, 24, 24, generator=generator).requires_grad_()
+
+    def mix(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = attend(query, key, value, 0.0, False, attn_mask=bias.detach(), scale=0.3)
+        given = (query.detach(), key.detach(), value.detach())
+        mixed: Tensor = Beside.apply(out, lse.detach(), *given, bias, 0.3, plan)  # type: ignore[no-untyped-call]
+        return mixed
+
+    run = torch.compile(mix, backend="aot_eager", fullgraph=True) if compiled else mix
+    inputs = (query, key, value, bias)
+    fast, slow = run(*inputs), plain(query, key, value, bias, None, False)
+    torch.testing.assert_close(fast, slow, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(slow.shape, generator=generator)
+    for one, two in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (fast, slow)), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("cudnn", [False, True])
 @pytest.mark.parametrize(("queries", "size", "causal"), [(512, 64, False), (114, 64, True), (256, 128, True)])
-def test_bfloat16_is_as_near_as_bfloat16_can_be(queries: int, size: int, causal: bool) -> None:
+def test_bfloat16_is_as_near_as_bfloat16_can_be(
+    queries: int, size: int, causal: bool, cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trivium.parts.kernels import flash
     from trivium.parts.kernels.flash import able, attend
+
+    monkeypatch.setattr(flash, "CUDNN", cudnn)
 
     generator = torch.Generator(DEVICE).manual_seed(0)
     query, key, value = (

@@ -27,19 +27,20 @@ class Block(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The blocks of the four kernels."""
+    """The blocks of the four kernels: for each the fastest on an H200 with 64 rows of 512 tokens in 12 heads of 64."""
 
     forward: Block = Block(128, 64, 8, 3)
-    keys: Block = Block(64, 128, 8, 2)
-    queries: Block = Block(128, 64, 8, 2)
-    bias: Block = Block(128, 64, 8, 2)
-    parts: int = 4  # in which the rows are summed for the bias
+    keys: Block = Block(64, 64, 4, 3)
+    queries: Block = Block(64, 64, 4, 2)
+    bias: Block = Block(64, 64, 4, 3)
+    parts: int = 0  # in which the rows are summed for the bias; 0 means as many as keep the GPU busy
 
     def numbers(self) -> list[int]:
         return [*self.forward, *self.keys, *self.queries, *self.bias, self.parts]
 
 
 PLAN = Plan()
+_BUSY = 1536  # programs that keep a GPU busy
 
 
 def _roomy() -> bool:
@@ -50,6 +51,9 @@ def _roomy() -> bool:
 
 ROOMY = _roomy()  # now, since it is asked while a step is being compiled
 _ROWS = 65_535  # programs along the second axis of a launch
+CUDNN = (
+    False  # cuDNN for all but the gradient of the bias: by single times as fast as these kernels, not measured whole
+)
 
 
 def able(query: Tensor, value: Tensor) -> bool:
@@ -75,15 +79,50 @@ def attend(
 
     The queries are the last T of the S positions if it is causal; one that sees nothing gets zeros.
     """
+    if CUDNN and bias_1HTS is not None and seen_BS is None and not causal and _even(query_BHTE, key_BGSE):
+        return _by_cudnn(query_BHTE, key_BGSE, value_BGSE, bias_1HTS, scale, plan)
     mixed_BTHE: Tensor = forward(query_BHTE, key_BGSE, value_BGSE, bias_1HTS, seen_BS, causal, scale, plan.numbers())[0]
     return mixed_BTHE.transpose(1, 2)
 
 
+def _even(query: Tensor, key: Tensor) -> bool:
+    """Whether cuDNN takes so many queries and keys with a bias: other lengths have not been tried."""
+    return query.shape[1] == key.shape[1] and query.shape[2] % 64 == 0 and key.shape[2] % 64 == 0
+
+
+def _by_cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, plan: Plan) -> Tensor:
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = attend(query, key, value, bias.detach(), True, 0.0, False, False, scale=scale)[:2]
+    given = (lse.detach().flatten(2), query.detach(), key.detach(), value.detach(), bias, scale, plan.numbers())
+    mixed: Tensor = Beside.apply(out, *given)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class Beside(torch.autograd.Function):
+    """What another kernel has mixed with a constant bias, and here the gradient of that bias; `lse` is to base e."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, *given: Any) -> Tensor:
+        query, key, value, bias, ctx.scale, ctx.plan = given
+        ctx.save_for_backward(out, lse, query, key, value, bias)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHTE: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, query, key, value, bias = ctx.saved_tensors
+        grad_BTHE = grad_BHTE.transpose(1, 2).contiguous()
+        delta = (grad_BHTE.float() * out.float()).sum(-1).contiguous()
+        given = (grad_BTHE, query, key, value, bias, None, (lse * LOG2E.value).contiguous(), delta, False)
+        sums = bias_sums(*given, ctx.scale, ctx.plan).sum(0, keepdim=True)
+        return grad_BHTE, None, None, None, None, sums.to(bias.dtype), None, None
+
+
 # Operators, so that the compiler takes them as they are: it could not see which of their arguments the kernels write.
+# Its cache finds a step by their names, going back too: what is returned or done in `_gradients` changes with a name.
 
 
 @torch.library.custom_op(
-    "trivium::attend",
+    "trivium::attention",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? seen, bool causal, float scale, int[] plan)"
     " -> (Tensor, Tensor)",
@@ -120,10 +159,10 @@ def _forward_shapes(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    "trivium::attend_backward",
+    "trivium::attention_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? seen, Tensor lse, Tensor delta,"
-    " bool causal, float scale, int[] plan) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? seen, Tensor lse, Tensor out,"
+    " bool causal, float scale, int[] plan) -> Tensor[]",
 )
 def backward(
     grad: Tensor,
@@ -133,42 +172,58 @@ def backward(
     bias: Tensor | None,
     seen: Tensor | None,
     lse: Tensor,
-    delta: Tensor,
+    out: Tensor,
     causal: bool,
     scale: float,
     plan: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values, each [B, T or S, heads, E]; `delta` is the sum of out x grad."""
-    made: tuple[Tensor, Tensor, Tensor] = _backward_shapes(grad, query, key)
-    grad, query, key, value = _rows(grad), _rows(query), _rows(key), _rows(value)
-    grad_query, grad_key, grad_value = (one.transpose(1, 2) for one in made)
+) -> list[Tensor]:
+    """The sums of out x grad of each query, [B, H, T], then the gradients of queries, keys and values for `_parted`."""
+    delta, *made = _backward_shapes(grad, query, key)
+    grad_query, grad_key, grad_value = _parted(made, query, key)
+    grad, out = grad.contiguous(), out.contiguous()  # they share their strides
+    query, key, value = _rows(query), _rows(key), _rows(value)
     (rows, heads, queries, size), groups, keys = query.shape, key.shape[1], key.shape[2]
     bias, seen = _beside(bias, seen, rows)
     given = (query, key, value, query if bias is None else bias, query if seen is None else seen, grad, lse, delta)
     strides = [part for one in (query, key, value, grad.transpose(1, 2)) for part in one.stride()[:3]]
     strides += _strides(bias, seen)
     flags = {"RATIO": heads // groups, "E": size, "CAUSAL": causal, "BIAS": bias is not None, "SEEN": seen is not None}
-    block = Block(*plan[4:8])
+    block = Block(*plan[8:12])
+    queries_kernel[(_blocks(queries, block.queries), rows * heads)](
+        *given, out, grad_query, *strides, *grad_query.stride()[:3],
+        scale * LOG2E.value, scale, heads, queries, keys, **flags, **_shape(block, queries, keys),
+    )  # fmt: skip
+    block = Block(*plan[4:8])  # after the other, which has made `delta`
     keys_kernel[(_blocks(keys, block.keys), rows * groups)](
         *given, grad_key, grad_value, *strides, *grad_key.stride()[:3],
         scale * LOG2E.value, scale, heads, queries, keys, **flags, **_shape(block, queries, keys),
     )  # fmt: skip
-    block = Block(*plan[8:12])
-    queries_kernel[(_blocks(queries, block.queries), rows * heads)](
-        *given, grad_query, *strides, *grad_query.stride()[:3],
-        scale * LOG2E.value, scale, heads, queries, keys, **flags, **_shape(block, queries, keys),
-    )  # fmt: skip
-    return made
+    return [delta, *made]
 
 
 @backward.register_fake
-def _backward_shapes(grad: Tensor, query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows, groups, keys, size = key.shape
-    return (torch.empty_like(grad), key.new_empty(rows, keys, groups, size), key.new_empty(rows, keys, groups, size))
+def _backward_shapes(grad: Tensor, query: Tensor, key: Tensor, *others: Any) -> list[Tensor]:
+    """After the sums one tensor with all three side by side if they are equally long, else three, [B, T, heads, E]."""
+    (rows, heads, queries, size), groups, keys = query.shape, key.shape[1], key.shape[2]
+    delta = query.new_empty(rows, heads, queries, dtype=torch.float32)
+    if queries == keys:
+        return [delta, query.new_empty(rows, queries, heads + 2 * groups, size)]
+    shapes = ((queries, heads), (keys, groups), (keys, groups))
+    return [delta, *(query.new_empty(rows, long, many, size) for long, many in shapes)]
+
+
+def _parted(made: list[Tensor], query: Tensor, key: Tensor) -> list[Tensor]:
+    """The gradients of queries, keys and values, each [B, heads, T or S, E].
+
+    Of one tensor they are views, so that the compiler has nothing to copy where the three came out of one product.
+    """
+    heads, groups = query.shape[1], key.shape[1]
+    parts = torch.split(made[0], [heads, groups, groups], 2) if len(made) == 1 else made
+    return [part.transpose(1, 2) for part in parts]
 
 
 @torch.library.custom_op(
-    "trivium::attend_bias",
+    "trivium::attention_bias",
     mutates_args=(),
     schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? seen, Tensor lse, Tensor delta,"
     " bool causal, float scale, int[] plan) -> Tensor",
@@ -203,9 +258,10 @@ def bias_sums(
 
 @bias_sums.register_fake
 def _bias_shape(grad: Tensor, query: Tensor, key: Tensor, *others: Any) -> Tensor:
-    rows, heads, queries, _ = query.shape
-    parts = min(others[-1][16], rows)
-    return query.new_empty(parts, heads, queries, key.shape[2], dtype=torch.float32)
+    (rows, heads, queries, _), keys, plan = query.shape, key.shape[2], others[-1]
+    # a block of the bias is one program, which takes the rows of its part one after another
+    parts = plan[16] or max(1, _BUSY // (heads * _blocks(queries, plan[12]) * _blocks(keys, plan[13])))
+    return query.new_empty(min(parts, rows), heads, queries, keys, dtype=torch.float32)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -216,13 +272,12 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _gradients(ctx: Any, grad_BTHE: Tensor, unused: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, bias, seen, out_BTHE, lse = ctx.saved_tensors
-    grad_BTHE = grad_BTHE.contiguous()
-    delta = (grad_BTHE.float() * out_BTHE.float()).sum(-1).transpose(1, 2).contiguous()
-    given = (grad_BTHE, query, key, value, bias, seen, lse, delta, ctx.causal, ctx.scale, ctx.plan)
-    grads = [one.transpose(1, 2) for one in backward(*given)]
+    given, rest = (grad_BTHE.contiguous(), query, key, value, bias, seen, lse), (ctx.causal, ctx.scale, ctx.plan)
+    delta, *made = backward(*given, out_BTHE, *rest)
+    grads = _parted(made, query, key)
     grad_bias: Tensor | None = None
     if bias is not None and ctx.needs_input_grad[3]:
-        grad_bias = bias_sums(*given).sum(0, keepdim=True).to(bias.dtype)
+        grad_bias = bias_sums(*given, delta, *rest).sum(0, keepdim=True).to(bias.dtype)
     return (*grads, grad_bias, None, None, None, None)
 
 

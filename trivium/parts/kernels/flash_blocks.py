@@ -122,20 +122,21 @@ def keys_kernel(
 
 @triton.jit
 def queries_kernel(
-    q, k, v, bias, seen, grad, lse, delta, grad_q,
+    q, k, v, bias, seen, grad, lse, delta, out, grad_q,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_t, bias_h, bias_t, seen_b, dq_b, dq_h, dq_t,
     step, scale, H, T, S,
     RATIO: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAUSAL: tl.constexpr, BIAS: tl.constexpr, SEEN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block of queries."""
+    """The gradient of a block of queries, and for the other kernels the sum of each query's out x grad, in `delta`."""
     first, row = tl.program_id(0) * M, tl.program_id(1)
     b, h = (row // H).to(tl.int64), row % H
     m = first + tl.arange(0, M)
     query = _tile(q + b * q_b + h * q_h, m, T, q_t, E, WHOLE)
     upper = _tile(grad + b * g_b + h * g_h, m, T, g_t, E, WHOLE)
     level = tl.load(lse + row.to(tl.int64) * T + m, mask=m < T, other=0.0)
-    mean = tl.load(delta + row.to(tl.int64) * T + m, mask=m < T, other=0.0)
+    mean = tl.sum(upper.to(tl.float32) * _tile(out + b * g_b + h * g_h, m, T, g_t, E, WHOLE).to(tl.float32), 1)
+    tl.store(delta + row.to(tl.int64) * T + m, mean, mask=m < T)
     key_at, value_at = k + b * k_b + h // RATIO * k_h, v + b * v_b + h // RATIO * v_h
     for_query = tl.zeros([M, E], tl.float32)
     last = tl.minimum(S, first + M + S - T) if CAUSAL else S
@@ -164,6 +165,9 @@ def bias_kernel(
     first, start, h, part = tl.program_id(0) * M, tl.program_id(1) * N, tl.program_id(2) % H, tl.program_id(2) // H
     m, n = first + tl.arange(0, M), start + tl.arange(0, N)
     total = tl.zeros([M, N], tl.float32)
+    base = _scores(  # what all rows have in common, loaded once
+        total, bias + h * bias_h, seen, m[:, None], n[None, :], T, S, step, bias_t, CAUSAL, True, False, WHOLE
+    )
     last = tl.minimum(B, part * rows + rows)
     if CAUSAL:
         last = tl.where(start <= first + M - 1 + S - T, last, 0)  # a block in which nothing is seen
@@ -173,10 +177,10 @@ def bias_kernel(
         upper = _tile(grad + b * g_b + h * g_h, m, T, g_t, E, WHOLE)
         key = _tile(k + b * k_b + h // RATIO * k_h, n, S, k_s, E, WHOLE)
         value = _tile(v + b * v_b + h // RATIO * v_h, n, S, v_s, E, WHOLE)
-        scores = _scores(
-            tl.dot(query, tl.trans(key)), bias + h * bias_h, seen + b * seen_b, m[:, None], n[None, :], T, S, step,
-            bias_t, CAUSAL, True, SEEN, WHOLE,
-        )  # fmt: skip
+        scores = tl.dot(query, tl.trans(key)) * step + base
+        if SEEN:
+            known = tl.load(seen + b * seen_b + n, mask=n < S, other=0)
+            scores = tl.where(known[None, :] != 0, scores, float("-inf"))
         at = (b * H + h) * T
         weights = tl.math.exp2(scores - tl.load(lse + at + m, mask=m < T, other=0.0)[:, None])
         along = tl.dot(upper, tl.trans(value)) - tl.load(delta + at + m, mask=m < T, other=0.0)[:, None]

@@ -165,8 +165,10 @@ class BucketPositions(Computed):
     def prepare(self, at_BT: Tensor, keys_at_BS: Tensor) -> Tensor:
         far = self.options.distance
         buckets_BTS = self.constant[distances(at_BT, keys_at_BS).clamp_(-far, far).add_(far)]
-        # an embedding, not an index: its backward pass repeats bit for bit on a GPU too
-        bias_BHTS = F.embedding(buckets_BTS, self.table).permute(0, 3, 1, 2).contiguous()
+        if self.table.device.type == "cuda" and torch.is_grad_enabled() and torch.compiler.is_compiling():
+            bias_BHTS = spread(buckets_BTS, self.table)
+        else:  # an embedding, not an index: its backward pass repeats bit for bit on a GPU too
+            bias_BHTS = F.embedding(buckets_BTS, self.table).permute(0, 3, 1, 2).contiguous()
         return bias_BHTS.to(torch.promote_types(bias_BHTS.dtype, torch.float32))
 
     def bias(self, prepared: Any) -> Tensor:
@@ -190,6 +192,17 @@ class AlibiPositions(Computed):
     def bias(self, prepared: Any) -> Tensor:
         bias_BHTS: Tensor = prepared
         return bias_BHTS
+
+
+def spread(buckets_BTS: Tensor, table_CH: Tensor) -> Tensor:
+    """The entries of a small table, [B, H, T, S], by a sum over its rows: for a compiler, which makes one loop of it.
+
+    It would make the gradient of a lookup with atomic additions: here millions to 384 places, which took an H200 2.2 ms
+    for 512 x 512 and 12 heads, in another order every time.
+    """
+    rows = torch.arange(len(table_CH), device=table_CH.device)[:, None, None]
+    same_B1CTS = (buckets_BTS[:, None] == rows)[:, None]
+    return torch.where(same_B1CTS, table_CH.t()[..., None, None], 0.0).sum(2)
 
 
 def slopes(heads: int) -> list[float]:
