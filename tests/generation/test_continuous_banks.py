@@ -208,7 +208,7 @@ def test_graphs_are_for_the_gpu_in_use_only(device: str, expected: bool, monkeyp
     assert current(torch.device(device)) == expected
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 0.001), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 0.001), (torch.bfloat16, 0.1)])
 def test_results_are_right_up_to_the_rounding_of_their_dtype(dtype: torch.dtype, error: float) -> None:
     expected = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     noise = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))

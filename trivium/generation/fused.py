@@ -7,7 +7,8 @@ It computes what `Transformer.forward` does for one new token of every row; mode
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from trivium.models.transformer import Transformer
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache, LayerCache, Slots
 from trivium.parts.feedforward import ACTIVATIONS, GluFeedForward, MlpFeedForward
-from trivium.parts.kernels import step
+from trivium.parts.kernels import narrow, step
 from trivium.parts.kernels.batch import product
 from trivium.parts.kernels.decode import Turn, mix
 from trivium.parts.kernels.prompt import lay
@@ -26,22 +27,25 @@ from trivium.parts.linear import Linear
 from trivium.parts.norms import LayerNormed, RMSNormed
 from trivium.parts.output import SoftmaxOutput
 from trivium.parts.positions import LearnedPositions, Positions, RotaryPositions, SinusoidalPositions
+from trivium.parts.quantized import Packed, QuantizedLinear
 from trivium.parts.residual import PreConnection
 
 _MOST = 64  # rows for which our own products are faster than the library's
+
+Matrix = Tensor | Packed
 
 
 class _Layer(NamedTuple):
     """One block by its weights."""
 
     before_attention: step.Scale
-    qkv: Tensor  # the three matrices one below the other, a copy
+    qkv: Matrix  # the three matrices one below the other, a copy
     qkv_bias: Tensor | None
-    out: Linear
+    out: Linear | QuantizedLinear
     before_feedforward: step.Scale
-    up: Linear
-    gate: Linear | None
-    down: Linear
+    up: Linear | QuantizedLinear
+    gate: Linear | QuantizedLinear | None
+    down: Linear | QuantizedLinear
     activation: str
     attention: MultiHeadAttention
     cache: LayerCache
@@ -74,7 +78,7 @@ class Fused:
     def copies(self) -> list[Tensor]:
         """The weights that it holds a second time, and its scratch."""
         biases = [layer.qkv_bias for layer in self.layers if layer.qkv_bias is not None]
-        return [self.arrived, *(layer.qkv for layer in self.layers), *biases]
+        return [self.arrived, *(one for layer in self.layers for one in _tensors(layer.qkv)), *biases]
 
     def refresh(self) -> None:
         """Copy again what is copied: the weights may have changed where they lie."""
@@ -83,8 +87,10 @@ class Fused:
         for layer in self.layers:
             parts = (layer.attention.query, layer.attention.key, layer.attention.value)
             sizes = [part.out_features for part in parts]
-            copies += torch.split(layer.qkv, sizes)
-            originals += [part.weight.detach() for part in parts]
+            copies += [one for whole in _tensors(layer.qkv) for one in torch.split(whole, sizes)]
+            originals += [
+                one.detach() for pair in zip(*map(_tensors, map(_matrix, parts)), strict=True) for one in pair
+            ]
             if layer.qkv_bias is not None:
                 copies += torch.split(layer.qkv_bias, sizes)
                 originals += [part.bias.detach() for part in parts]
@@ -105,10 +111,8 @@ class Fused:
         if output.scale != 1.0 or output.cap or len(x_BD) > _MOST:
             return output.logits(step.norm(x_BD, self.final, early=self.bold))
         if one:
-            return step.multiply(x_BD, project.weight, project.bias, scale=self.final, early=self.bold)
-        return product(
-            step.norm(x_BD, self.final, early=self.bold), project.weight, project.bias, self.arrived, early=self.bold
-        )
+            return self._times(x_BD, _matrix(project), project.bias, scale=self.final)
+        return self._times(step.norm(x_BD, self.final, early=self.bold), _matrix(project), project.bias)
 
     def read(self, tokens_nT: Tensor, ends_n: Tensor, slots_n: Tensor) -> Tensor:
         """Read prompts into their slots, filled up at the end; the scores [n, V] of what follows `ends`.
@@ -122,7 +126,7 @@ class Fused:
         for layer in self.layers:
             part, cache = layer.attention, layer.cache
             normed_ND = step.norm(x_ND, layer.before_attention, layer.out.bias)
-            packed = F.linear(normed_ND, layer.qkv, layer.qkv_bias)
+            packed = F.linear(normed_ND, _whole(layer.qkv, normed_ND), layer.qkv_bias)
             heads = part.query.out_features // part.size
             query, key, value = lay(packed, cache.keys, cache.values, slots_n, tokens, heads, layer.turn)
             mixed_nHTE = F.scaled_dot_product_attention(
@@ -138,52 +142,46 @@ class Fused:
 
     def _single(self, layer: _Layer, x_1D: Tensor) -> None:
         """One row: products are reading weights, and everything else is done on the way."""
-        packed = step.multiply(x_1D, layer.qkv, layer.qkv_bias, scale=layer.before_attention, early=self.bold)
+        packed = self._times(x_1D, layer.qkv, layer.qkv_bias, scale=layer.before_attention)
         mixed = self._mixed(layer, packed)
-        step.multiply(mixed, layer.out.weight, layer.out.bias, residual=x_1D, early=self.bold)
-        gated = None if layer.gate is None else (layer.gate.weight, layer.gate.bias)
-        hidden = step.multiply(
-            x_1D,
-            layer.up.weight,
-            layer.up.bias,
-            scale=layer.before_feedforward,
-            activation=layer.activation,
-            gated=gated,
-            early=self.bold,
-        )
-        step.multiply(hidden, layer.down.weight, layer.down.bias, residual=x_1D, early=self.bold)
+        self._times(mixed, _matrix(layer.out), layer.out.bias, residual=x_1D)
+        gated = None if layer.gate is None else (_matrix(layer.gate), layer.gate.bias)
+        up, how = layer.up, {"scale": layer.before_feedforward, "activation": layer.activation, "gated": gated}
+        hidden = self._times(x_1D, _matrix(up), up.bias, **how)
+        self._times(hidden, _matrix(layer.down), layer.down.bias, residual=x_1D)
 
     def _several(self, layer: _Layer, x_BD: Tensor) -> None:
         """Several rows: a norm cannot be part of a product any more, all else can."""
         if len(x_BD) > _MOST:
             normed_BD = step.norm(x_BD, layer.before_attention, layer.out.bias)
-            mixed = self._mixed(layer, F.linear(normed_BD, layer.qkv, layer.qkv_bias))
+            mixed = self._mixed(layer, F.linear(normed_BD, _whole(layer.qkv, normed_BD), layer.qkv_bias))
             self._leave(layer, x_BD, mixed)
             return
         normed_BD = step.norm(x_BD, layer.before_attention, early=self.bold)
-        mixed = self._mixed(layer, product(normed_BD, layer.qkv, layer.qkv_bias, self.arrived, early=self.bold))
-        product(mixed, layer.out.weight, layer.out.bias, self.arrived, residual=x_BD, early=self.bold)
+        mixed = self._mixed(layer, self._times(normed_BD, layer.qkv, layer.qkv_bias))
+        self._times(mixed, _matrix(layer.out), layer.out.bias, residual=x_BD)
         normed_BD = step.norm(x_BD, layer.before_feedforward, early=self.bold)
-        hidden = product(
-            normed_BD,
-            layer.up.weight,
-            layer.up.bias,
-            self.arrived,
-            activation=layer.activation,
-            gated=None if layer.gate is None else (layer.gate.weight, layer.gate.bias),
-            early=self.bold,
-        )
-        product(hidden, layer.down.weight, layer.down.bias, self.arrived, residual=x_BD, early=self.bold)
+        gated = None if layer.gate is None else (_matrix(layer.gate), layer.gate.bias)
+        hidden = self._times(normed_BD, _matrix(layer.up), layer.up.bias, activation=layer.activation, gated=gated)
+        self._times(hidden, _matrix(layer.down), layer.down.bias, residual=x_BD)
+
+    def _times(self, x_BK: Tensor, matrix: Matrix, bias: Tensor | None, **how: Any) -> Tensor:
+        """The product of at most `_MOST` rows, by the kernel for them."""
+        if isinstance(matrix, Packed):
+            return narrow.multiply(x_BK, matrix, bias, arrived=self.arrived, early=self.bold, **how)
+        if len(x_BK) == 1:
+            return step.multiply(x_BK, matrix, bias, early=self.bold, **how)
+        return product(x_BK, matrix, bias, self.arrived, early=self.bold, **how)
 
     def _leave(self, layer: _Layer, x_ND: Tensor, mixed_ND: Tensor) -> None:
         """Many rows from attention on: products go to the library, residuals with them; `out.bias` is in x already."""
-        x_ND.addmm_(mixed_ND, layer.out.weight.t())
+        x_ND.addmm_(mixed_ND, _whole(_matrix(layer.out), mixed_ND).t())
         normed_ND = step.norm(x_ND, layer.before_feedforward, layer.down.bias)
         if layer.gate is None:
             hidden = ACTIVATIONS[layer.activation](layer.up(normed_ND))
         else:
             hidden = step.gate(layer.gate(normed_ND), layer.up(normed_ND), layer.activation)
-        x_ND.addmm_(hidden, layer.down.weight.t())
+        x_ND.addmm_(hidden, _whole(_matrix(layer.down), hidden).t())
 
     def _mixed(self, layer: _Layer, packed: Tensor) -> Tensor:
         cache, part = layer.cache, layer.attention
@@ -198,7 +196,12 @@ def recognised(model: Transformer) -> bool:
     decoder, embedding, dtype = model.decoder, model.embedding, model.embedding.weight.dtype
     if decoder is None or model.encoder is not None or embedding.segments is not None or embedding.norm is not None:
         return False
-    if dtype == torch.float64 or any(p.dtype != dtype or not p.is_contiguous() for p in model.parameters()):
+    packed = [part for part in model.modules() if isinstance(part, QuantizedLinear)]
+    levels = {id(tensor) for part in packed for tensor in (part.levels, part.scales)}
+    floats = [parameter for parameter in model.parameters() if id(parameter) not in levels]
+    if not all(narrow.fits(_packed(part)) for part in packed):
+        return False
+    if dtype == torch.float64 or any(p.dtype != dtype or not p.is_contiguous() for p in floats):
         return False
     positions = [type(position) for position in decoder.positions]
     known = {Positions, LearnedPositions, SinusoidalPositions, RotaryPositions}
@@ -222,7 +225,10 @@ def _known(block: nn.Module) -> bool:
     linear = [part.query, part.key, part.value, part.out, network.up, network.down]
     linear += [network.gate] if isinstance(network, GluFeedForward) else []
     share = part.query.out_features // (part.size * part.groups)
-    return all(type(one) is Linear for one in linear) and share <= 64 and part.size <= 256
+    alike = [linear[:3], [network.up, network.gate] if isinstance(network, GluFeedForward) else []]
+    if any(len({getattr(one, "bits", 0) for one in some}) > 1 for some in alike):
+        return False
+    return all(type(one) in (Linear, QuantizedLinear) for one in linear) and share <= 64 and part.size <= 256
 
 
 def _layer(block: StandardBlock, cache: LayerCache, turn: Turn | None) -> _Layer:
@@ -231,7 +237,7 @@ def _layer(block: StandardBlock, cache: LayerCache, turn: Turn | None) -> _Layer
     three = (part.query, part.key, part.value)
     return _Layer(
         before_attention=_scale(cast(PreConnection, block.around_attention).norm),
-        qkv=torch.cat([one.weight.detach() for one in three]),
+        qkv=_together([_matrix(one) for one in three]),
         qkv_bias=None if part.query.bias is None else torch.cat([one.bias.detach() for one in three]),
         out=part.out,
         before_feedforward=_scale(cast(PreConnection, block.around_feedforward).norm),
@@ -243,6 +249,29 @@ def _layer(block: StandardBlock, cache: LayerCache, turn: Turn | None) -> _Layer
         cache=cache,
         turn=turn,
     )
+
+
+def _packed(layer: QuantizedLinear) -> Packed:
+    return Packed(layer.levels.detach(), layer.scales.detach())
+
+
+def _matrix(layer: nn.Module) -> Matrix:
+    return _packed(layer) if isinstance(layer, QuantizedLinear) else cast(Tensor, layer.weight).detach()
+
+
+def _tensors(matrix: Matrix) -> list[Tensor]:
+    return list(matrix) if isinstance(matrix, Packed) else [matrix]
+
+
+def _together(matrices: Sequence[Matrix]) -> Matrix:
+    """One below the other; a scale belongs to one output."""
+    whole = [torch.cat(parts) for parts in zip(*map(_tensors, matrices), strict=True)]
+    return whole[0] if len(whole) == 1 else Packed(*whole)
+
+
+def _whole(matrix: Matrix, x_NK: Tensor) -> Tensor:
+    """The matrix for a product with many rows."""
+    return narrow.whole(matrix, x_NK.shape[1], x_NK.dtype) if isinstance(matrix, Packed) else matrix
 
 
 def _name(network: MlpFeedForward | GluFeedForward) -> str:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from trivium.generation.fused import Fused
 
 RING = 16  # steps whose tokens are kept until the host has read them
-# Kernels that start before the ones in front of them are done: twice as fast and right in a chain of products on an
-# H200, but not yet seen there in a whole step.
-BOLD = False
+# Kernels that start before the ones in front of them are done: on an H200 GPT-2's step took 210 us instead of 248,
+# TinyLlama's 797 instead of 958, and 300 replays gave the same bits.
+BOLD = True
 _CAPTURED = 16_384  # tokens of prompts at most whose reading is captured: more would hold much memory
 
 

@@ -37,7 +37,7 @@ class PlainStack(nn.Module):
             if layer in own:
                 self.positions.append(block.position.build(inner(block, site)))
         self.final = options.block.final(config.site(depth=options.layers))
-        self.stream: torch.dtype | None = None  # of what goes from block to block in training; None: as it comes
+        self.stream: torch.dtype | None = None  # from block to block in training, where autocast is; None: as it is
         self.recompute = False  # whether training forgets what is inside a block and computes it again going back
 
     def embed(self, x_BTD: Tensor, at: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class PlainStack(nn.Module):
         source_mask: AnyMask | None = None,
     ) -> Tensor:
         """The states after the last block and the final norm; `at` is the position of every token, [1 or B, T]."""
-        if self.training and self.stream is not None:
+        if self.training and self.stream is not None and torch.is_autocast_enabled(x_BTD.device.type):
             x_BTD = x_BTD.to(self.stream)
         start = 0 if cache is None else cache.length
         keys_at = at if cache is None else cache.place(at)

@@ -42,7 +42,7 @@ def test_losses_and_gradients_are_those_of_the_plain_formulas(
 ) -> None:
     from trivium.parts.kernels import softmax
 
-    monkeypatch.setattr(softmax, "LAUNCH", softmax.LAUNCH._replace(block=block))
+    monkeypatch.setattr(softmax, "BLOCK", block)
     generator = torch.Generator().manual_seed(vocab)
     logits = (4 * torch.randn(6, 128, generator=generator)).to(DEVICE)
     logits[:, vocab:] = float("nan")  # never looked at

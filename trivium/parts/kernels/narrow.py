@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium.parts.kernels.step import ACTIVATIONS, Scale, activate, begun, started
+from trivium.parts.kernels.step import ACTIVATIONS, Scale, activate, begun, normed, started
 
 Levels = tuple[Tensor, Tensor]  # int8 [N, P] or uint8 [N, P / 2], and scales: `quantized.Packed`
 
@@ -125,17 +125,6 @@ def _gains(norm_weight, norm_bias, k, INPUTS: tl.constexpr, NORM: tl.constexpr, 
 
 
 @triton.jit
-def _normed(value, gain, shift, mean, scale, dtype, NORM: tl.constexpr):
-    """Some of the inputs, normed and rounded as `step.multiply` does."""
-    if NORM > 0:
-        value = (value - mean) * scale
-        if NORM == 1:
-            value = value.to(dtype).to(tl.float32)
-        value = (value * gain + shift).to(dtype).to(tl.float32)
-    return value
-
-
-@triton.jit
 def _one(
     x, levels, scales, bias, gate, gate_scales, gate_bias, out, norm_weight, norm_bias, eps, outputs,
     INPUTS: tl.constexpr, PAD: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr,
@@ -169,8 +158,8 @@ def _one(
     gates = tl.zeros([ROWS, GROUPS], tl.float32)
     for first in tl.static_range(0, COUNT, GROUPS):
         now, now_low, now_high = held, low, high
-        value = _normed(value, gain, shift, mean, scale, dtype, NORM)
-        other = _normed(other, gain2, shift2, mean, scale, dtype, NORM)
+        value = normed(value, gain, shift, mean, scale, dtype, NORM)
+        other = normed(other, gain2, shift2, mean, scale, dtype, NORM)
         if first + GROUPS < COUNT:  # the next ones come meanwhile
             held, low, high = _fetched(levels, scales, n, first + GROUPS + g, outputs, COUNT, SIZE)
         sums += _weighed(now, now_low, now_high, value, other, SIZE, PLAIN)

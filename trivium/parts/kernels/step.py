@@ -116,7 +116,7 @@ def _gate(gate, up, out, count, ACT: tl.constexpr, BLOCK: tl.constexpr, EARLY: t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _normed(value, gain, shift, mean, scale, dtype, NORM: tl.constexpr):
+def normed(value, gain, shift, mean, scale, dtype, NORM: tl.constexpr):
     """Some of the inputs, normed."""
     if NORM > 0:
         value = (value - mean) * scale
@@ -170,7 +170,7 @@ def _multiply(
             value = tl.where(k + k0 < INPUTS, value - mean, 0.0)
             total += value * value
         scale = tl.rsqrt(tl.sum(total, 0) / INPUTS + eps)
-    value = _normed(first, gain, shift, mean, scale, dtype, NORM)
+    value = normed(first, gain, shift, mean, scale, dtype, NORM)
     sums = w.to(tl.float32) * value[None, :]
     if GATED:
         gates = v.to(tl.float32) * value[None, :]
@@ -182,7 +182,7 @@ def _multiply(
             gain = tl.load(norm_weight + k + k0, mask=k + k0 < INPUTS, other=0.0).to(tl.float32)
             if NORM_BIAS:
                 shift = tl.load(norm_bias + k + k0, mask=k + k0 < INPUTS, other=0.0).to(tl.float32)
-        value = _normed(value, gain, shift, mean, scale, dtype, NORM)
+        value = normed(value, gain, shift, mean, scale, dtype, NORM)
         sums += w.to(tl.float32) * value[None, :]
         if GATED:
             v = tl.load(gate + at + k, mask=real, other=0.0)
