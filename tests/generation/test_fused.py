@@ -25,6 +25,7 @@ from trivium.generation.rows import Row
 from trivium.generation.sampling import Sampling
 from trivium.generation.slots import Bank
 from trivium.generation.speculative import Speculate, speculative
+from trivium.interop.quantize import quantize
 from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build
@@ -49,7 +50,7 @@ HEADS = MultiHead(heads=4, bias="all")
 BLOCKS = {
     "gpt2": Block(attention=HEADS, position=Learned(offset=2)),
     "llama": Block(
-        attention=replace(HEADS, groups=2, bias="none"), norm=RMSNorm(), feedforward=Glu(hidden=144), position=Rotary()
+        attention=replace(HEADS, groups=2, bias="none"), norm=RMSNorm(), feedforward=Glu(hidden=192), position=Rotary()
     ),
     "window": Block(
         attention=replace(HEADS, groups=1, window=37),
@@ -67,10 +68,14 @@ OTHERS: dict[str, Block | Parallel] = {
 }
 
 
-def model(block: Block | Parallel, dtype: torch.dtype = torch.float32) -> Transformer:
+def model(block: Block | Parallel, dtype: torch.dtype = torch.float32, width: int = 96) -> Transformer:
     made = build(
         ModelConfig(
-            width=96, context=CONTEXT, vocab=VOCAB, embedding=Tokens(tie="none"), decoder=Stack(layers=3, block=block)
+            width=width,
+            context=CONTEXT,
+            vocab=VOCAB,
+            embedding=Tokens(tie="none"),
+            decoder=Stack(layers=3, block=block),
         ),
         seed=1,
     )
@@ -118,10 +123,32 @@ def test_the_fused_step_has_the_scores_of_the_plain_one(
         pytest.skip("kernels that start early need a Hopper GPU")
     if not GPU and (rows > 3 or dtype != torch.float32):
         pytest.skip("too slow without a GPU")
-    from trivium.generation.fused import Fused, recognised
+    from trivium.generation.fused import recognised
 
     made = model(BLOCKS[name], dtype)
     assert recognised(made)
+    steps_agree(made, rows, close, bold=bold)
+
+
+@kernels
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_a_fused_step_reads_weights_of_few_bits(name: str, bits: int, rows: int) -> None:
+    from trivium.generation.fused import recognised
+
+    made = model(BLOCKS[name], width=128).cpu()  # four bits come in pairs of groups of 32
+    quantize(made, bits)
+    made.to(DEVICE)
+    assert recognised(made)
+    steps_agree(made, rows, 2e-5, bold=False)
+
+
+def steps_agree(made: Transformer, rows: int, close: float, *, bold: bool) -> None:
+    """Four steps, each by the model itself and by fused kernels."""
+    from trivium.generation.fused import Fused
+
     bank = Bank(made, rows, CONTEXT, 0)
     fused = Fused(made, bank.cache, bank.slots, bank.last_B)
     fused.bold, bank._fused = bold, None

@@ -25,6 +25,7 @@ from trivium.parts.positions import Positions
 from trivium.parts.site import MOST, Cost, Site, matrix
 
 TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, on Linux
+PARTED = True  # one kernel for the gradients of the one product of queries, keys and values and of its bias
 
 
 class Attention(Protocol):
@@ -134,7 +135,8 @@ class MultiHeadAttention(nn.Module):
         """Attend from `x` to itself and the cache up to `start`, or to `source` if one is given."""
         if source_BSD is not None:
             return self._across(x_BTD, source_BSD, mask, cache)
-        query_BHTE, key_BGSE, value_BGSE = self._project(x_BTD)
+        bare = mask.mask is None and type(position).rotate is Positions.rotate
+        query_BHTE, key_BGSE, value_BGSE = self._project(x_BTD, bare)
         dtype, plain = query_BHTE.dtype, _slow(query_BHTE)
         if plain:
             query_BHTE, key_BGSE, value_BGSE = query_BHTE.float(), key_BGSE.float(), value_BGSE.float()
@@ -238,15 +240,18 @@ class MultiHeadAttention(nn.Module):
         weights_BHTS = scores_BHTS.masked_fill(~dense, lowest).softmax(-1).masked_fill(~dense, 0.0)
         return weights_BHTS.to(query.dtype)
 
-    def _project(self, x_BTD: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values by heads, in one product where that is faster."""
+    def _project(self, x_BTD: Tensor, bare: bool = False) -> Sequence[Tensor]:
+        """Queries, keys and values by heads, in one product where that is faster.
+
+        They are `bare` if scaled dot-product attention takes them as they are, and makes their gradients apart.
+        """
         one = self.packed if not torch.is_grad_enabled() else None
         if one is not None and one.places == self._places():  # else somebody has put other weights in their place
             parts: Sequence[Tensor] = torch.split(product(x_BTD, one.weight, one.bias), one.sizes, dim=-1)
         elif self.grouped:  # one product of unequal parts is no faster: an H200 took 1.6 % longer for TinyLlama's
             parts = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         elif self._one(x_BTD):
-            return self._whole(x_BTD)
+            return self._whole(x_BTD, bare)
         else:
             parts = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         sizes = (self.size, self.size, self.value_size)
@@ -257,7 +262,7 @@ class MultiHeadAttention(nn.Module):
         plain = all(type(layer) is Linear for layer in (self.query, self.key, self.value))
         return x.device.type == "cuda" and torch.is_grad_enabled() and plain and self.size == self.value_size
 
-    def _whole(self, x_BTD: Tensor) -> Sequence[Tensor]:
+    def _whole(self, x_BTD: Tensor, bare: bool = False) -> Sequence[Tensor]:
         """Queries, keys and values by heads in one product.
 
         Cut into heads before it is parted: a kernel that makes the gradients of all three side by side, as in `flash`,
@@ -266,8 +271,21 @@ class MultiHeadAttention(nn.Module):
         layers = (self.query, self.key, self.value)
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None
+        if bare and bias is not None and bias.requires_grad and self._parted(x_BTD):
+            from trivium.parts.kernels import parted  # not above: without a GPU there is no Triton
+
+            heads = self.query.out_features // self.size
+            return parted.cut(product(x_BTD, weight, bias.detach()), bias, heads, self.groups)
         heads_BTHE = product(x_BTD, weight, bias, narrow=self.query.narrow).view(*x_BTD.shape[:2], -1, self.size)
         return [part.transpose(1, 2) for part in torch.split(heads_BTHE, heads_BTHE.shape[2] // 3, dim=2)]
+
+    def _parted(self, x: Tensor) -> bool:
+        """Whether one kernel makes the gradients of the product and of its bias; in float8 the bias is part of it."""
+        if not (PARTED and TRITON) or self.query.narrow or self.query_norm is not None:
+            return False
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return dtype == torch.bfloat16
 
     def pack(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.dropout import dropout
 from trivium.parts.kernels.eager import SquaredRelu, wanted
-from trivium.parts.linear import Linear, together
+from trivium.parts.linear import Linear, product, together
 from trivium.parts.site import MOST, Cost, Site, matrix
 
 Activation = Literal[
@@ -41,6 +42,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "identity": lambda x: x,  # as a gate: bilinear, LiGLU
 }
+# Whether the kernels of kernels/bend.py take the place of the compiler's in training on a GPU, and for which of these.
+BEND = find_spec("triton") is not None
+BENT: tuple[Activation, ...] = ("gelu", "gelu-tanh", "silu", "relu2")
 
 
 class FeedForward(Protocol):
@@ -110,10 +114,14 @@ class MlpFeedForward(nn.Module):
         self.up = Linear(site.width, size, bias=options.bias, role="up")
         self.down = Linear(size, site.width, bias=options.bias, role="down")
         self.activation = ACTIVATIONS[options.activation]
+        self.bent = options.activation if options.activation in BENT else ""
         self.dropout = options.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.activation(self.up(x))
+        if self.bent and _by_kernel(x, self.up):
+            hidden = _bent(x, self.up.weight, self.up.bias, self.bent)
+        else:
+            hidden = self.activation(self.up(x))
         result: Tensor = self.down(dropout(hidden, self.dropout, self.training))
         return result
 
@@ -126,13 +134,34 @@ class GluFeedForward(nn.Module):
         self.up = Linear(site.width, size, bias=options.bias, role="up")
         self.down = Linear(size, site.width, bias=options.bias, role="down")
         self.activation = ACTIVATIONS[options.activation]
+        self.bent = options.activation if options.activation in BENT else ""
         self.dropout = options.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = together(x, self.gate, self.up)
-        hidden = self.activation(gate) * up
+        if self.bent and _by_kernel(x, self.gate, self.up):
+            weight = torch.cat((self.gate.weight, self.up.weight))
+            bias = None if self.up.bias is None else torch.cat((self.gate.bias, self.up.bias))
+            hidden = _bent(x, weight, bias, self.bent, gated=True)
+        else:
+            gate, up = together(x, self.gate, self.up)
+            hidden = self.activation(gate) * up
         result: Tensor = self.down(dropout(hidden, self.dropout, self.training))
         return result
+
+
+def _by_kernel(x: Tensor, *layers: nn.Module) -> bool:
+    """Whether these layers go with the kernels: in training on a GPU in bfloat16, by their own plain products."""
+    if not BEND or x.device.type != "cuda" or not torch.is_grad_enabled():
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    return dtype == torch.bfloat16 and all(type(layer) is Linear and not layer.narrow for layer in layers)
+
+
+def _bent(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, gated: bool = False) -> Tensor:
+    """The hidden layer by the kernels: for the product the bias is a constant, and its gradient is theirs."""
+    from trivium.parts.kernels import bend  # not above: there is no Triton for a CPU
+
+    return bend.bent(product(x, weight, None if bias is None else bias.detach()), bias, activation, gated=gated)
 
 
 def _check(hidden: int, dropout: float) -> None:
