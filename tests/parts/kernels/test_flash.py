@@ -164,3 +164,34 @@ def test_bfloat16_is_as_near_as_bfloat16_can_be(
     results = torch.autograd.grad(fast, inputs, upstream), torch.autograd.grad(slow, exact, upstream.double())
     for one, two in zip((fast, *results[0]), (slow, *results[1]), strict=True):
         assert (one.double() - two).norm() / two.norm() < 1e-2
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_a_step_can_be_recorded(cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a CUDA graph, forward and backward, the gradient of the bias included."""
+    from trivium.parts.kernels import flash
+
+    monkeypatch.setattr(flash, "CUDNN", cudnn)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+
+    whole, bias, upstream = draw(2, 256, 3 * 8, 64), draw(1, 8, 256, 256), draw(2, 8, 256, 64)
+
+    def step() -> list[Tensor]:
+        # leaves of its own: a node of an older step that still lived would wait for that one's stream
+        leaves = [one.detach().requires_grad_() for one in (whole, bias)]
+        query, key, value = (part.transpose(1, 2) for part in torch.split(leaves[0], 8, dim=2))
+        mixed = flash.attend(query, key, value, leaves[1], None, causal=False, scale=0.3)
+        return [mixed.detach(), *torch.autograd.grad(mixed, leaves, upstream)]
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        recorded = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, two in zip(recorded, expected, strict=True):
+        assert (one.double() - two.double()).norm() / two.double().norm() < 1e-2

@@ -1,0 +1,183 @@
+"""Gradients laid together by the Triton kernel against `cat` and `sum`; on a GPU, or in Triton's interpreter."""
+
+# B rows, T tokens, H query heads, G key/value heads, E head size, C columns: (H + 2 G) E
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trivium.parts import attention
+from trivium.parts.attention import MultiHead, MultiHeadAttention
+from trivium.parts.masks import Mask, Resolved
+from trivium.parts.positions import Positions, Rotary
+from trivium.parts.site import Site
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by tokens": lambda x_BHTE: x_BHTE.transpose(1, 2).contiguous().transpose(1, 2),
+    "by heads": lambda x_BHTE: x_BHTE.contiguous(),
+    "apart": lambda x_BHTE: F.pad(x_BHTE, (0, 16))[..., : x_BHTE.shape[-1]],
+    "turned": lambda x_BHTE: x_BHTE.mT.contiguous().mT,
+    "of one number": lambda x_BHTE: x_BHTE[:1, :1, :1, :1].expand_as(x_BHTE),
+}
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts and blocks of which even small tensors have several; the interpreter is slow."""
+    from trivium.parts.kernels import parted
+
+    monkeypatch.setattr(parted, "LAUNCH", parted.Launch(tokens=16, columns=32, parts=3))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("rows", "length", "heads", "groups", "size"),
+    [(2, 24, 2, 2, 32), (3, 37, 4, 1, 16), (1, 5, 3, 3, 24), (2, 40, 6, 2, 20)],
+)
+def test_gradients_are_laid_side_by_side_and_summed(
+    rows: int, length: int, heads: int, groups: int, size: int, layout: str, few: None
+) -> None:
+    from trivium.parts.kernels.parted import together
+
+    plain = [drawn(rows, many, length, size, seed=many + k) for k, many in enumerate((heads, groups, groups))]
+    grads = [LAYOUTS[layout](one) for one in plain]
+    packed, sums = together(*grads, 3)
+    expected = torch.cat(grads, 1).transpose(1, 2).flatten(2)
+    assert torch.equal(packed, expected)
+    torch.testing.assert_close(sums.sum(0), expected.sum((0, 1)), atol=1e-5, rtol=1e-5)
+    alone, nothing = together(*grads, 0)
+    assert torch.equal(alone, expected)
+    assert len(nothing) == 0
+    for one, two in zip(together(*grads, 3), (packed, sums), strict=True):
+        assert torch.equal(one, two)  # the same bits again
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("way", ["eager", "compiled", "recomputed"])
+def test_a_product_that_is_cut_has_the_gradients_of_one_that_is_split(
+    biased: bool, groups: int, way: str, few: None
+) -> None:
+    from trivium.parts.kernels.parted import cut
+
+    heads, size, length = 4, 16, 21
+    columns = (heads + 2 * groups) * size
+    x, weight = drawn(2, length, 24).requires_grad_(), drawn(columns, 24, seed=1).requires_grad_()
+    bias = drawn(columns, seed=2).requires_grad_() if biased else None
+    leaves = [one for one in (x, weight, bias) if one is not None]
+
+    def mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups < heads)
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        packed = F.linear(x, weight, None if bias is None else bias.detach())
+        return mixed(*cut(packed, bias, heads, groups))
+
+    def recomputed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = checkpoint(layer, x, weight, bias, use_reentrant=False)
+        return result
+
+    run = recomputed if way == "recomputed" else layer
+    run = run if way == "eager" else torch.compile(run, backend="aot_eager", fullgraph=True)
+    parts = torch.split(F.linear(x, weight, bias).view(2, length, -1, size), [heads, groups, groups], 2)
+    slow = mixed(*(part.transpose(1, 2) for part in parts))
+    fast = run(x, weight, bias)
+    close = 1e-2 if DEVICE == "cuda" else 1e-4  # a GPU multiplies in TF32
+    torch.testing.assert_close(fast, slow, atol=close, rtol=close)
+    upstream = drawn(*slow.shape, seed=3)
+    for one, two in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (fast, slow)), strict=True):
+        torch.testing.assert_close(one, two, atol=close, rtol=close)
+    torch._dynamo.reset()
+
+
+def gradients(part: MultiHeadAttention, x_BTD: Tensor, mask: Resolved, position: Positions, way: str) -> list[Tensor]:
+    at = torch.arange(x_BTD.shape[1], device=DEVICE)[None]
+    prepared = position.prepare(at, at)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            result: Tensor = part(x, mask, position, prepared)
+        return result
+
+    out = (torch.compile(run, backend="aot_eager", fullgraph=True) if way == "compiled" else run)(x_BTD)
+    found = torch.autograd.grad(out, [x_BTD, *part.parameters()], drawn(*out.shape, seed=8).to(out.dtype))
+    torch._dynamo.reset()
+    return [out, *found]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("case", ["bare", "turned", "ours", "normed", "narrow"])
+def test_a_layer_has_the_gradients_of_the_plain_way(
+    case: str, way: str, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases of float32 beside products of bfloat16; what would be no gain goes the plain way."""
+    from trivium.parts.kernels import parted
+
+    site = Site(width=64, context=24, head=16)
+    part = MultiHead(heads=4, bias="all", norm="rms" if case == "normed" else "none").build(site).to(DEVICE)
+    assert isinstance(part, MultiHeadAttention)
+    part.query.narrow = case == "narrow"
+    for index, parameter in enumerate(part.parameters()):
+        parameter.data = drawn(*parameter.shape, seed=index) * 0.2
+    position = (Rotary().build(site) if case == "turned" else Positions()).to(DEVICE)
+    mask = Resolved(None, True, mask=Mask(causal=True)) if case == "ours" else Resolved(None, True)
+    calls: list[int] = []
+    whole = parted.cut
+
+    def counted(packed: Tensor, bias: Tensor | None, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(1)
+        return whole(packed, bias, heads, groups)
+
+    monkeypatch.setattr(part, "_one", lambda x: True)
+    monkeypatch.setattr(parted, "cut", counted)
+    x_BTD = drawn(2, 24, 64, seed=7).requires_grad_()
+    fast = gradients(part, x_BTD, mask, position, way)
+    assert bool(calls) == (case == "bare")
+    monkeypatch.setattr(attention, "PARTED", False)
+    calls.clear()
+    slow = gradients(part, x_BTD, mask, position, way)
+    assert not calls
+    assert torch.equal(fast[0], slow[0])
+    for one, two in zip(fast, slow, strict=True):
+        assert one.dtype == two.dtype
+        assert (one - two).norm() <= 1e-2 * two.norm() + 1e-6
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_step_can_be_recorded() -> None:
+    from trivium.parts.kernels.parted import cut
+
+    packed = drawn(3, 200, 12 * 64).to(torch.bfloat16)
+    bias, upstream = drawn(12 * 64, seed=1), drawn(3, 4, 200, 64, seed=2).to(torch.bfloat16)
+
+    def step() -> list[Tensor]:
+        leaves = [one.detach().requires_grad_() for one in (packed, bias)]
+        query, key, value = cut(leaves[0], leaves[1], 4, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return list(torch.autograd.grad(mixed, leaves, upstream))
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        recorded = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(recorded[0], expected[0], rtol=0.02, atol=0.02)  # attention may add in any order
+    torch.testing.assert_close(recorded[1], recorded[0].float().sum((0, 1)), rtol=1e-3, atol=1e-3)
