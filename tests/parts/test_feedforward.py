@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.parts.drawing import drawn, random
 from trivium.errors import ConfigError
+from trivium.parts import feedforward
 from trivium.parts.feedforward import ACTIVATIONS, Activation, Glu, GluFeedForward, Mlp, MlpFeedForward
+from trivium.parts.linear import Linear
 from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8)
@@ -134,3 +140,59 @@ def test_the_first_glu_is_torchs_with_its_halves_in_the_other_order() -> None:
     with torch.no_grad():
         expected = part.down(F.glu(torch.cat((part.up(x), part.gate(x)), -1)))
         torch.testing.assert_close(part(x), expected)
+
+
+def test_kernels_are_for_plain_layers_in_training_on_a_gpu_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, narrow = (Linear(6, 8, bias=True, role="up") for _ in range(2))
+    narrow.narrow = True
+    for there in (True, False):
+        monkeypatch.setattr(feedforward, "BEND", there)
+        with FakeTensorMode():  # tensors of a GPU that need not be there
+            x = torch.empty(2, 6, device="cuda", dtype=torch.bfloat16)
+            assert feedforward._by_kernel(x, plain, plain) == there
+            with torch.no_grad():
+                assert not feedforward._by_kernel(x, plain)
+            for other in (x.float(), x.half(), torch.empty(2, 6, dtype=torch.bfloat16)):
+                assert not feedforward._by_kernel(other, plain)
+            for layer in (narrow, nn.Linear(6, 8), nn.Sequential(plain)):  # an adapter is another class around one
+                assert not feedforward._by_kernel(x, plain, layer)
+
+
+def bf16_gradients(part: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """The result in bfloat16 and all gradients."""
+    x = random(3, 50, 64).cuda().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = call(x)
+    return [out, *torch.autograd.grad(out, (x, *part.parameters()), random(3, 50, 64).cuda().bfloat16())]
+
+
+def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or not feedforward.BEND, reason="needs a GPU and Triton")
+@pytest.mark.parametrize("options", [Mlp(hidden=208, activation="gelu"), Mlp(bias=False), Glu(bias=True)])
+def test_on_a_gpu_the_kernels_are_as_near_to_float64_as_the_plain_way(
+    options: Mlp | Glu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = drawn(options.build(Site(width=64, context=50))).cuda().train()
+    twin, x = copy.deepcopy(part).double(), random(3, 50, 64).cuda().double().requires_grad_()
+    out = twin(x)
+    exact = [out, *torch.autograd.grad(out, (x, *twin.parameters()), random(3, 50, 64).cuda().bfloat16().double())]
+    monkeypatch.setattr(feedforward, "BEND", False)
+    room = [1.2 * error + 1e-4 for error in errors(bf16_gradients(part, part), exact)]
+    monkeypatch.setattr(feedforward, "BEND", True)
+    eager = bf16_gradients(part, part)
+    compiled = bf16_gradients(part, torch.compile(part, fullgraph=True))
+    torch._dynamo.reset()
+    again = bf16_gradients(part, part)
+    assert all(torch.equal(one, other) for one, other in zip(eager, again, strict=True))  # bits repeat
+    graph = torch.cuda.CUDAGraph()
+    given, back = random(3, 50, 64).cuda().requires_grad_(), random(3, 50, 64).cuda().bfloat16()
+    with torch.cuda.graph(graph), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        out = part(given)
+        replayed = [out, *torch.autograd.grad(out, (given, *part.parameters()), back)]
+    graph.replay()
+    torch.cuda.synchronize()
+    for found in (eager, compiled, replayed):
+        assert all(error < most for error, most in zip(errors(found, exact), room, strict=True))
