@@ -29,7 +29,7 @@ from trivium.generation.banks import banks_of
 from trivium.generation.choosing import Kind
 from trivium.generation.continuous import Engine, slotted
 from trivium.generation.engine import Request, Token, stream
-from trivium.generation.graphs import current, differ
+from trivium.generation.graphs import current, differ, own_scratch
 from trivium.generation.rows import Row
 from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Scorer
@@ -288,3 +288,17 @@ def test_a_bank_that_was_made_in_inference_mode_serves_outside_of_it_too() -> No
         with torch.inference_mode(inside):
             texts.append([token.id for token in drained(engine)])
     assert texts[0] == texts[1]
+
+
+def test_scratch_of_products_is_cleared_before_and_after_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: told.append("cleared"), raising=False)
+
+    def capture() -> None:
+        with own_scratch():
+            told.append("captured")
+            raise RuntimeError("no capture")
+
+    with pytest.raises(RuntimeError, match="no capture"):
+        capture()
+    assert told == ["cleared", "captured", "cleared"]

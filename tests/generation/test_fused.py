@@ -263,6 +263,23 @@ def test_graphs_write_what_the_plain_loop_on_the_cpu_writes(name: str, count: in
 
 
 @graphs
+def test_graphs_outlive_the_scratch_of_products_that_the_process_had() -> None:
+    """torch.compile frees it when it captures graphs of its own; one row's prompt is read by products that need it."""
+    wishes = requests(1, [GREEDY], 20)
+    made = model(BLOCKS["gpt2"], torch.bfloat16, width=768)
+
+    def text() -> list[list[int]]:
+        return texts_of(stream(made, wishes, end=None), 1)
+
+    before = [text() for _ in range(3)]  # the second captures, the third replays
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 22,), float("nan"), device=DEVICE) for _ in range(64)]
+    assert text() == before[-1]
+    assert all(bool(other.isnan().all()) for other in others)
+
+
+@graphs
 def test_sources_too_are_decoded_by_graphs() -> None:
     made = tiny.model("t5-small", VOCAB)
     wishes = [

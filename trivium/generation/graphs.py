@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -22,6 +23,21 @@ def differ(found: Tensor, expected: Tensor) -> str:
     close = 1e-3 if found.dtype == torch.float32 else 0.1
     error = float((found.float() - expected.float()).norm() / expected.float().norm())
     return "" if error < close or not bool(expected.isfinite().all()) else f"results differ by {error:.2g}"
+
+
+@contextlib.contextmanager
+def own_scratch() -> Iterator[None]:
+    """Let a graph that is captured meanwhile have the scratch memory of matrix products in its own pool.
+
+    What there is of it belongs to the process, and torch's compiler frees it when it captures graphs of its own: the
+    next replay of ours would write to memory that is another's, or nobody's.
+    """
+    clear: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)  # not in a CPU's torch
+    clear()
+    try:
+        yield
+    finally:
+        clear()
 
 
 @final
@@ -50,6 +66,7 @@ class Recorder:
             torch.cuda.stream(here),  # a capture that fails may stay on its own stream
             # what autocast keeps of weights would be gone when the graph runs
             torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
+            own_scratch(),
             torch.cuda.graph(
                 graph,
                 pool=None if self._first is None else self._first.pool(),

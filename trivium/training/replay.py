@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.errors import ConfigError
+from trivium.generation.graphs import own_scratch
 from trivium.training.ahead import Made
 from trivium.training.guards import is_out_of_memory
 
@@ -87,7 +88,7 @@ def captured(step: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
     graph = torch.cuda.CUDAGraph()
     try:
         # thread_local: another thread is making batches, and may get pinned memory meanwhile
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with own_scratch(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outcome = step()
     except RuntimeError as error:
         if is_out_of_memory(error):
