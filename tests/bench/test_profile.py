@@ -27,7 +27,9 @@ from bench.profile import Span, busy, groups, kind_of
         ("aten::cross_entropy_loss", "loss"),
         ("triton_red_fused__to_copy_amax_arange_eq_exp_log_masked_fill_sub_sum_where_9", "loss"),  # trivium's own
         ("triton_red_fused__to_copy_arange_bitwise_not_div_eq_exp_lt_prepare_softmax_online_3", "loss"),
+        ("loss_kernel", "loss"),
         ("keys_kernel", "attention"),  # trivium's own too
+        ("unbend_kernel", "elementwise"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("aten::_fused_adamw_", "optimizer"),
         ("aten::linalg_vector_norm", "optimizer"),

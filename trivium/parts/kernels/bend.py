@@ -104,7 +104,7 @@ def bend(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def bend_kernel(
     pre, out, rows, columns, blocks,
     ACT: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def unbend_kernel(
     grad, pre, out, sums, rows, columns, parts,
     ACT: tl.constexpr, GATED: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -237,7 +237,7 @@ def launch_forward(pre: Tensor, out: Tensor, activation: str, how: Launch) -> No
     rows, blocks = out.numel() // columns, _blocks(columns, how)
     if rows == 0:
         return
-    forward_kernel[(blocks * triton.cdiv(rows, how.rows),)](
+    bend_kernel[(blocks * triton.cdiv(rows, how.rows),)](
         pre, out, rows, columns, blocks, ACT=ACTIVATIONS[activation], GATED=pre.shape[-1] != columns,
         ROWS=how.rows, COLUMNS=_columns(columns, how), num_warps=how.warps,
     )  # fmt: skip
@@ -247,7 +247,7 @@ def launch_backward(grad: Tensor, pre: Tensor, out: Tensor, sums: Tensor, activa
     """Run the kernel over all tiles; everything lies row after row, and `sums` has no rows where none are wanted."""
     columns = grad.shape[-1]
     rows, many = grad.numel() // columns, parts(columns, how)
-    backward_kernel[(_blocks(columns, how), many)](
+    unbend_kernel[(_blocks(columns, how), many)](
         grad, pre, out, sums, rows, columns, many, ACT=ACTIVATIONS[activation], GATED=pre.shape[-1] != columns,
         SUMS=len(sums) > 0, ROWS=how.rows, COLUMNS=_columns(columns, how), STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip

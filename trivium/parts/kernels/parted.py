@@ -54,7 +54,7 @@ def _lay(
 
 
 @triton.jit
-def kernel(
+def laid_kernel(
     query, key, value, packed, sums, query_row, query_head, query_token, key_row, key_head, key_token,
     value_row, value_head, value_token, tokens, length, each, columns,
     QUERY: tl.constexpr, KEY: tl.constexpr, E: tl.constexpr, SUMS: tl.constexpr,
@@ -138,7 +138,7 @@ def launch(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, sums: Tens
     blocks = triton.cdiv(heads * size, how.columns) + 2 * triton.cdiv(groups * size, how.columns)
     parts = len(sums) or how.parts
     each = triton.cdiv(triton.cdiv(tokens, parts), how.tokens) * how.tokens
-    kernel[(blocks, parts)](
+    laid_kernel[(blocks, parts)](
         query, key, value, packed, sums, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         tokens, max(length, 1), each, packed.shape[-1], QUERY=heads * size, KEY=groups * size, E=size,
         SUMS=len(sums) > 0, TOKENS=how.tokens, COLUMNS=how.columns, num_warps=how.warps,

@@ -43,7 +43,7 @@ def _scores(loaded, bias, at, inside, cap, BIAS: tl.constexpr, CAP: tl.constexpr
 
 
 @triton.jit
-def kernel(
+def loss_kernel(
     logits, bias, labels, losses, stride, vocab, columns, cap, smoothing,
     IGNORED: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, WANTED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -116,7 +116,7 @@ def softmax_gradient(
     assert logits.stride(1) == 1, "the columns of a row are neighbours"
     columns = logits.shape[1]
     if len(logits):
-        kernel[(len(logits),)](
+        loss_kernel[(len(logits),)](
             logits, logits if bias is None else bias, labels, losses, logits.stride(0), vocab, columns, cap, smoothing,
             IGNORED=IGNORED, BIAS=bias is not None, CAP=cap > 0, SMOOTH=smoothing > 0, WANTED=wanted,
             BLOCK=min(BLOCK, triton.next_power_of_2(columns)), num_warps=WARPS,
