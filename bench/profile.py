@@ -26,7 +26,7 @@ from trivium.training.device import choose
 # The first that a name fits; kernels of the compiler are named after the operations that it has fused in them.
 KINDS = {
     # the compiler fuses a softmax only into a loss: that of attention is inside the attention's own kernel
-    "loss": r"log_softmax|logsumexp|nll_loss|cross_entropy|_loss|_summed|^loss_kernel|^triton_(red|per|poi).*(softmax|amax.*exp)",
+    "loss": r"softmax_|logsumexp|cross_entropy|_loss|^loss_|_summed|^triton_(red|per|poi).*(softmax|amax.*exp)",
     "attention": r"flash|fmha|attention|sdpa|softmax|flex|^(forward|keys|queries|bias)_kernel",
     "optimizer": r"adam|multi_tensor|foreach|lpnorm|linalg_vector_norm|newton|orthogonal",
     "products": r"gemm|cutlass|xmma|nvjet|cublas|scaled_mm|splitk|matmul|wgmma|_mm\b|_mm_|aten::(b?mm|addmm|baddbmm)",

@@ -20,6 +20,7 @@ from trivium.generation.rows import Row
 from trivium.generation.scorer import evaluating
 from trivium.generation.slots import Bank, rounded
 from trivium.models.transformer import Transformer
+from trivium.parts.output import SoftmaxOutput
 from trivium.parts.positions import Learned
 
 
@@ -209,14 +210,22 @@ def test_prompts_that_cannot_be_captured_are_read_without_graphs(wrong: str) -> 
 
 
 @torch.no_grad()
-def test_only_so_many_sizes_stay_captured_the_latest_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_sizes_stay_captured_and_only_a_much_rarer_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_SIZES", 2)
     held = armed(Bank(MODELS["learned"], 4, CONTEXT, 0))
-    for count in (1, 2, 1, 2, 1, 4, 4):
-        held.join(range(count), [row(at, 3) for at in range(count)])
-    assert [size.rows for size, _ in held._read._graphs] == [1, 4]
+
+    def come(*counts: int) -> list[int]:
+        for count in counts:
+            held.join(range(count), [row(at, 3) for at in range(count)])
+        return [size.rows for size, _ in held._read._graphs]
+
+    assert come(1, 2, 1, 2, 1, 1) == [1, 2]
+    assert come(4, 1, 2, 4, 1, 2, 4, 1, 2) == [1, 2]  # three in turn: the third is read without a graph
+    many = len(held._recorder.graphs)
+    assert come(*[4] * 20) == [1, 4]
+    assert len(held._recorder.graphs) == many + 1
     replays = [graph.replays for graph in held._recorder.graphs]
-    held.join([0], [row(0, 3)])
+    come(1)
     assert [graph.replays for graph in held._recorder.graphs] == [replays[0] + 1, *replays[1:]]
 
 
@@ -273,12 +282,26 @@ def test_the_device_is_told_each_row_once_and_the_first_as_often_as_needed(
         assert torch.equal(given.settings_n5[at], torch.tensor(chosen[real]))
 
 
-def test_dropout_is_off_while_prompts_are_read_and_on_again_afterwards() -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_dropout_is_off_while_prompts_are_read_and_on_again_afterwards(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Transformer = small(Learned()).train()
+    cast(SoftmaxOutput, model.output).dropout = 0.5
     wish = Request(ids=(1, 2, 3), tokens=4, sampling=GREEDY, seed=0)
-    for _ in range(2):
+    begin = Bank.__init__
+
+    def init(bank: Bank, *args: Any) -> None:
+        begin(bank, *args)
+        if fast:
+            armed(bank)
+
+    monkeypatch.setattr(Bank, "__init__", init)
+    for _ in range(3):
+        drawn = torch.get_rng_state()
         engine = Engine(model, end=END, slots=1)
         engine.submit(wish)
         found = [token for _ in range(9) if engine.busy for token in engine.step()]
         assert all(module.training for module in model.modules())
+        assert torch.equal(torch.get_rng_state(), drawn)
         assert comparable(found) == comparable(alone(model, wish))

@@ -57,6 +57,16 @@ def test_eight_bits_are_refused_where_there_are_none(small: Make, monkeypatch: p
         assert fp8.available(torch.device("cuda")) == able
 
 
+def test_bf16_is_refused_on_a_gpu_without_instructions_for_it(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert device.settle(small(device="cuda", precision="auto")).precision == "fp32"
+    with pytest.raises(ConfigError, match=r"precision: this GPU has no bf16 instructions .* try fp16"):
+        device.settle(small(device="cuda", precision="bf16"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert device.settle(small(device="cuda", precision="auto")).precision == "bf16"
+
+
 def test_graphs_are_refused_without_a_gpu(small: Make) -> None:
     with pytest.raises(ConfigError, match="compile: graphs are recorded on a GPU"):
         device.settle(small(compile="graphs"))

@@ -38,7 +38,8 @@ class Chooser:
     def __init__(self, slots: int, vocab: int, numbers: int, device: torch.device) -> None:
         self.vocab, self.numbers, self.device = vocab, numbers, device
         # temperature (0: greedy), top-k, top-p, log of min-p, repetition penalty
-        self.settings_B5 = torch.tensor([_settings(Sampling(temperature=0), vocab)] * slots, device=device)
+        plain = [_settings(Sampling(temperature=0), vocab)] * slots
+        self.settings_B5 = torch.tensor(plain, device=device, dtype=torch.float32)
         self.uniforms_BN = torch.zeros(slots, numbers, device=device, dtype=torch.float64)
         self.drawn_B = torch.zeros(slots, device=device, dtype=torch.long)
         self.seen_BV = torch.zeros(slots, vocab, device=device, dtype=torch.bool)

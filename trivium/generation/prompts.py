@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, final
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from trivium.generation.graphs import Recorder, differ
 from trivium.generation.rows import Row
 
-_SIZES = 16  # that are kept captured, the latest used
+_SIZES = 16  # that are kept captured
 
 
 class Size(NamedTuple):
@@ -73,8 +73,8 @@ class Captures:
 
     def __init__(self, *, on: bool) -> None:
         self.on = on  # whether anything is captured
-        self._seen: set[Hashable] = set()
-        self._graphs: OrderedDict[Hashable, tuple[Tensor, torch.cuda.CUDAGraph]] = OrderedDict()
+        self._uses: Counter[Hashable] = Counter()
+        self._graphs: dict[Hashable, tuple[Tensor, torch.cuda.CUDAGraph]] = {}
 
     @property
     def kept(self) -> list[Tensor]:
@@ -83,19 +83,24 @@ class Captures:
 
     def replay(self, key: Hashable, told: Tensor) -> bool:
         """Do it by its graph, if there is one."""
+        self._uses[key] += 1
         known = self._graphs.get(key)
         if known is None:
             return False
-        self._graphs.move_to_end(key)
         known[0].copy_(told, non_blocking=True)
         known[1].replay()
         return True
 
-    def again(self, key: Hashable) -> bool:
-        """Whether it has come before, and should be captured now."""
-        before = key in self._seen
-        self._seen.add(key)
-        return self.on and before
+    def worth(self, key: Hashable) -> bool:
+        """Whether it should be captured now: it has come before, and there is room or a much rarer one to replace.
+
+        Without "much", more sizes than there is room for would be captured in turn for ever.
+        """
+        room = len(self._graphs) < _SIZES or self._uses[key] > 2 * self._uses[self._rarest()]
+        return self.on and self._uses[key] > 1 and room
+
+    def _rarest(self) -> Hashable:
+        return min(self._graphs, key=lambda key: self._uses[key])
 
     def capture(
         self,
@@ -105,7 +110,7 @@ class Captures:
         recorder: Recorder,
         restore: Callable[[], None],
     ) -> None:
-        """Record `work` on `told`, and let the longest unused go; it must repeat its scores, and leaves no trace."""
+        """Record `work` on `told`, and let the rarest go; it must repeat its scores, and leaves no trace."""
         expected = work().clone()
         restore()
         graph, found = recorder.record(work, warm=1, restore=restore)
@@ -115,5 +120,5 @@ class Captures:
         if wrong:
             raise RuntimeError(wrong)
         while len(self._graphs) >= _SIZES:
-            self._graphs.popitem(last=False)
+            del self._graphs[self._rarest()]
         self._graphs[key] = (told, graph)

@@ -291,14 +291,15 @@ class Bank:
         given = Joining.of(sent, size)
 
         def read() -> Tensor:
-            return fused.read(given.ids_nt, given.ends_n, given.slots_n)
+            with evaluating(self.model):  # the output may have a dropout of its own
+                return fused.read(given.ids_nt, given.ends_n, given.slots_n)
 
         def work() -> Tensor:
             logits_nV = read()
             self._seat(given, logits_nV, kind)
             return logits_nV
 
-        if small and self._read.again(key) and self._reads and self._capture_reading(key, sent, work):
+        if small and self._read.worth(key) and self._reads and self._capture_reading(key, sent, work):
             return self._read.replay(key, told)
         try:
             logits_nV = read() if self._reads else self._compared(read, given, rows)

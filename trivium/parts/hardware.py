@@ -8,7 +8,7 @@ import torch
 def native_bf16(device: torch.device) -> bool:
     """Whether products in bfloat16 have instructions of their own here; emulated they are 30 times slower."""
     if device.type == "cuda":
-        return True
+        return torch.cuda.get_device_capability(device) >= (8, 0)  # before, not even a cast has one
     if device.type != "cpu":
         return False
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

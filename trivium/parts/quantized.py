@@ -131,6 +131,8 @@ class QuantizedLinear(nn.Module):
         self.bias: nn.Parameter | None = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.in_features:  # kernels for few rows would compute something
+            raise ValueError(f"{x.shape[-1]} inputs for a layer that has {self.in_features}")
         few = _few(x, Packed(self.levels, self.scales), self.bias)
         if few is not None:
             return few

@@ -50,7 +50,10 @@ def settle(recipe: Recipe) -> Recipe:
         raise ConfigError("precision: this device has no fp8 products (a GPU of compute capability 8.9); try bf16")
     if recipe.compile == "graphs" and not cuda:
         raise ConfigError("compile: graphs are recorded on a GPU; try compile=off")
-    precision = recipe.precision if recipe.precision != "auto" else "bf16" if native_bf16(device) else "fp32"
+    native = native_bf16(device)
+    if recipe.precision == "bf16" and cuda and not native:
+        raise ConfigError("precision: this GPU has no bf16 instructions (compute capability 8.0); try fp16")
+    precision = recipe.precision if recipe.precision != "auto" else "bf16" if native else "fp32"
     mixed = precision in ("bf16", "fp8")
     if recipe.stream == "bf16" and not mixed:
         raise ConfigError(f"stream: bf16 goes with precision bf16 or fp8, not {precision}; try stream=fp32")

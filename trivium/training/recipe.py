@@ -115,8 +115,8 @@ class Recipe:
     # auto is bf16 where the device has instructions for it, else fp32; fp16 scales the loss; fp8 is bf16 with the
     # large matrix products in 8 bits.
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    # Of what goes from block to block while training: auto is bf16 on cuda where the products are bf16 or fp8. Half the
-    # bytes of everything between two products, which are 12 to 25 % of a step.
+    # Of what goes from block to block while training: auto is bf16 on cuda where the products are bf16 or fp8. That
+    # halves the bytes of everything between two products.
     stream: Literal["auto", "fp32", "bf16"] = "auto"
     # on for cuda, off elsewhere; graphs: whole steps as CUDA graphs, for small models
     compile: Literal["auto", "on", "off", "graphs"] = "auto"

@@ -64,7 +64,7 @@ def open_run(
 
 def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]], say: Say, tick: Tick) -> Ground:
     """The ground of a stopped run; harmless changes are told, others refused."""
-    written = settings.read(folder / "config.toml")
+    written = _explicit(settings.read(folder / "config.toml"))
     asked = layer.get("budget", {})
     if isinstance(asked, Mapping) and {"minutes", "tokens"} & set(asked):
         steps = written.get("budget", {}).get("steps")
@@ -74,7 +74,9 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
         raise CheckpointError(
             f"{folder} holds checkpoints for another configuration: its model is not a preset any more"
         )
-    recipe = settle(settings.load(Recipe, written, layer, parts=parts))
+    # it was settled for a precision that is another one now
+    again = {"stream": "auto"} if "precision" in layer and "stream" not in layer else {}
+    recipe = settle(settings.load(Recipe, {**written, **again}, layer, parts=parts))
     before = settings.flat(settings.load(Recipe, written, parts=parts))
     # as they are written: an `every` of 1 is not one of 1.0
     changed = {key: value for key, value in settings.flat(recipe).items() if repr(before.get(key)) != repr(value)}
@@ -90,6 +92,18 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
         say(f"{key} changed from {before.get(key)!r} to {value!r}")
     _check_data(folder, recipe, say, tick)
     return prepare.reopen(folder, recipe)
+
+
+def _explicit(written: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run, with what one from before there was a `stream` meant without saying so."""
+    if "stream" in written:
+        return written
+    often = {
+        name: {**written[name], "every": 1}  # 1.0 was a number of steps too
+        for name in ("evaluate", "checkpoint", "sample")
+        if written.get(name, {}).get("every") == 1
+    }
+    return {**written, **often, "stream": "fp32"}
 
 
 def _check_data(folder: Path, recipe: Recipe, say: Say, tick: Tick) -> None:
