@@ -254,3 +254,19 @@ def test_what_a_row_cannot_hold_is_refused_when_it_is_submitted() -> None:
 @pytest.mark.parametrize(("size", "expected"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
 def test_a_bucket_is_the_next_power_of_two(size: int, expected: int) -> None:
     assert bucket(size) == expected
+
+
+def test_the_settings_of_rows_do_not_follow_the_default_precision() -> None:
+    wish = Request(ids=(1, 2, 3), tokens=4, sampling=GREEDY, seed=0)
+    expected = comparable(alone(MODELS["rotary"], wish))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        MODELS["rotary"].__dict__.pop("banks", None)
+        engine = Engine(MODELS["rotary"], end=END, slots=1)
+        engine.submit(wish)
+        found = [token for _ in range(9) if engine.busy for token in engine.step()]
+    finally:
+        torch.set_default_dtype(before)
+        MODELS["rotary"].__dict__.pop("banks", None)
+    assert comparable(found) == expected

@@ -237,3 +237,11 @@ def test_without_triton_a_gpu_takes_the_plain_way(monkeypatch: pytest.MonkeyPatc
     kernel.gpu.cache_clear()
     assert not kernel.gpu(0)
     kernel.gpu.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+@pytest.mark.parametrize("inputs", [192, 400])
+def test_inputs_of_another_width_are_refused(inputs: int, rows: int) -> None:
+    _, made = layer(drawn(16, 320), 8)
+    with pytest.raises(ValueError, match=f"{inputs} inputs for a layer that has 320"):
+        made(drawn(rows, inputs))
