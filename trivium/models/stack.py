@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from trivium.models.block import Around
 from trivium.models.config import ModelConfig, Stack, inner, sharing
 from trivium.parts.cache import Cache, Shape
+from trivium.parts.hardware import working
 from trivium.parts.masks import AnyMask, Mask, Resolved
 from trivium.parts.positions import Positions
 
@@ -71,7 +72,7 @@ class PlainStack(nn.Module):
             if (window, index) not in resolved:
                 bias = position.bias(prepared[index])
                 sizes = x_BTD.shape[1], start + x_BTD.shape[1], x_BTD.device
-                found = mask.within(window).resolve(*sizes, bias, _working(x_BTD))
+                found = mask.within(window).resolve(*sizes, bias, working(x_BTD))
                 noisy = self.training and cast(float, getattr(block.attention, "dropout", 0.0)) > 0
                 found = found.together(*sizes) if noisy else found  # then by SDPA: once for all layers
                 resolved[window, index] = found
@@ -85,9 +86,3 @@ class PlainStack(nn.Module):
             cache.length += x_BTD.shape[1]
         result: Tensor = self.final(x_BTD)
         return result
-
-
-def _working(x: Tensor) -> torch.dtype:
-    """What queries will be computed in."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

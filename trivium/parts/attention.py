@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.cache import LayerCache, Shape
+from trivium.parts.hardware import working
 from trivium.parts.linear import Linear, columns, product, together
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import RMSNormed
@@ -248,8 +249,6 @@ class MultiHeadAttention(nn.Module):
         one = self.packed if not torch.is_grad_enabled() else None
         if one is not None and one.places == self._places():  # else somebody has put other weights in their place
             parts: Sequence[Tensor] = torch.split(product(x_BTD, one.weight, one.bias), one.sizes, dim=-1)
-        elif self.grouped:  # one product of unequal parts is no faster: an H200 took 1.6 % longer for TinyLlama's
-            parts = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         elif self._one(x_BTD):
             return self._whole(x_BTD, bare)
         else:
@@ -258,9 +257,13 @@ class MultiHeadAttention(nn.Module):
         return [self._split(part, size) for part, size in zip(parts, sizes, strict=True)]
 
     def _one(self, x: Tensor) -> bool:
-        """Whether one product is faster than three: on a GPU in training."""
+        """Whether one product is faster than three: on a GPU in training, where the three are alike.
+
+        Of unequal parts it is no faster: an H200 took 1.6 % longer for TinyLlama's.
+        """
         plain = all(type(layer) is Linear for layer in (self.query, self.key, self.value))
-        return x.device.type == "cuda" and torch.is_grad_enabled() and plain and self.size == self.value_size
+        alike = not self.grouped and self.size == self.value_size
+        return x.device.type == "cuda" and torch.is_grad_enabled() and plain and alike
 
     def _whole(self, x_BTD: Tensor, bare: bool = False) -> Sequence[Tensor]:
         """Queries, keys and values by heads in one product.
@@ -275,17 +278,14 @@ class MultiHeadAttention(nn.Module):
             from trivium.parts.kernels import parted  # not above: without a GPU there is no Triton
 
             heads = self.query.out_features // self.size
-            return parted.cut(product(x_BTD, weight, bias.detach()), bias, heads, self.groups)
+            return parted.cut(product(x_BTD, weight, bias.detach()), bias, heads)
         heads_BTHE = product(x_BTD, weight, bias, narrow=self.query.narrow).view(*x_BTD.shape[:2], -1, self.size)
         return [part.transpose(1, 2) for part in torch.split(heads_BTHE, heads_BTHE.shape[2] // 3, dim=2)]
 
     def _parted(self, x: Tensor) -> bool:
         """Whether one kernel makes the gradients of the product and of its bias; in float8 the bias is part of it."""
-        if not (PARTED and TRITON) or self.query.narrow or self.query_norm is not None:
-            return False
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return dtype == torch.bfloat16
+        able = PARTED and TRITON and not self.query.narrow and self.query_norm is None
+        return able and working(x) == torch.bfloat16
 
     def pack(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.dropout import dropout
+from trivium.parts.hardware import working
 from trivium.parts.kernels.eager import SquaredRelu, wanted
 from trivium.parts.linear import Linear, product, together
 from trivium.parts.site import MOST, Cost, Site, matrix
@@ -153,8 +154,7 @@ def _by_kernel(x: Tensor, *layers: nn.Module) -> bool:
     """Whether these layers go with the kernels: in training on a GPU in bfloat16, by their own plain products."""
     if not BEND or x.device.type != "cuda" or not torch.is_grad_enabled():
         return False
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    return dtype == torch.bfloat16 and all(type(layer) is Linear and not layer.narrow for layer in layers)
+    return working(x) == torch.bfloat16 and all(type(layer) is Linear and not layer.narrow for layer in layers)
 
 
 def _bent(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, gated: bool = False) -> Tensor:

@@ -1,8 +1,9 @@
-"""What a device can do that decides which of two ways is the faster one."""
+"""What a device can do, and computes in, that decides which of two ways is taken."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def native_bf16(device: torch.device) -> bool:
@@ -13,3 +14,9 @@ def native_bf16(device: torch.device) -> bool:
         return False
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+
+
+def working(x: Tensor) -> torch.dtype:
+    """What a product with `x` is computed in: autocast's precision where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

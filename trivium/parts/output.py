@@ -16,6 +16,7 @@ from trivium.config import fraction, place
 from trivium.errors import ConfigError, RequestError
 from trivium.parts.dropout import dropout
 from trivium.parts.feedforward import ACTIVATIONS, Activation
+from trivium.parts.hardware import working
 from trivium.parts.kernels.loss import IGNORED as IGNORED
 from trivium.parts.kernels.loss import summed
 from trivium.parts.linear import Linear
@@ -194,9 +195,7 @@ def _chunked(
 
 def _fusible(project: nn.Module, hidden: Tensor) -> bool:
     """Whether the output is a plain matrix, and gradients need no scale against underflow as they do in float16."""
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return isinstance(project, Linear) and dtype != torch.float16
+    return isinstance(project, Linear) and working(hidden) != torch.float16
 
 
 def _summed(project: Linear, hidden_ND: Tensor, labels_N: Tensor, cap: float, smoothing: float) -> Tensor:

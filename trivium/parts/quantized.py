@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.parts.attention import MultiHeadAttention
+from trivium.parts.hardware import working
 from trivium.parts.kernels import levels as kernel
 from trivium.parts.linear import Linear, product
 
@@ -150,13 +151,12 @@ class QuantizedLinear(nn.Module):
 
     def _whole(self, x: Tensor) -> Tensor:
         """The same as a product with `x` wants it."""
-        kind, packed = x.device.type, Packed(self.levels, self.scales)
+        packed = Packed(self.levels, self.scales)
         if not _by_gpu(x, packed):
             return self.dense().to(x.dtype)
         from trivium.parts.kernels import narrow
 
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return narrow.whole(packed, self.in_features, dtype)
+        return narrow.whole(packed, self.in_features, working(x))
 
     def _rows(self, rows: slice) -> Tensor:
         return unpack(Packed(self.levels[rows], self.scales[rows]), self.in_features)

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.parts.drawing import drawn
+from tests.parts.drawing import drawn, random
 from trivium.parts import feedforward
 from trivium.parts.feedforward import BENT, Glu, Mlp
 from trivium.parts.site import Site
@@ -48,7 +48,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return random(*shape, seed=seed).to(DEVICE)
 
 
 def formula(pre: Tensor, activation: str, gated: bool) -> Tensor:
@@ -169,13 +169,23 @@ def test_bits_repeat(gated: bool) -> None:
     assert torch.equal(*sums)
 
 
+@pytest.mark.parametrize("parts", [1, 4, 30])  # of five tiles; now there would be three parts
+def test_a_step_compiled_for_another_number_of_parts_stays_right(parts: int) -> None:
+    pre, _bias, grad = drawn_for((37,), 300, True)
+    found, sums = bend.backward(grad, pre.detach(), "silu", parts)
+    assert sums.shape == (parts, 600)
+    (slope,) = torch.autograd.grad(formula(pre, "silu", True), pre, grad)
+    torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums.sum(0), slope.sum(0), rtol=1e-5, atol=3e-4)
+
+
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16])
 def test_operators_are_what_they_say_of_themselves(bias: torch.dtype | None) -> None:
     pre, biases, grad = drawn_for((5,), 40, True)
     given = None if bias is None else biases.detach().to(bias).requires_grad_()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(bend.forward, (pre, given, "silu", True), test_utils=tests)
-    torch.library.opcheck(bend.backward, (grad, pre.detach(), "silu", bias is not None), test_utils=tests)
+    torch.library.opcheck(bend.backward, (grad, pre.detach(), "silu", 0 if bias is None else 3), test_utils=tests)
 
 
 def parts(bias: bool = True) -> list[nn.Module]:
@@ -221,7 +231,7 @@ def test_gradients_of_gate_and_up_need_not_be_laid_side_by_side() -> None:
     gradients(part, torch.compile(part, backend=backend, fullgraph=True))
     torch._dynamo.reset()
     (back,) = graphs
-    assert torch.ops.trivium.bend_backward.default in back
+    assert torch.ops.trivium.bent_backward.default in back
     assert torch.ops.aten.cat.default not in back
 
 

@@ -1,6 +1,6 @@
 """Gradients laid together by the Triton kernel against `cat` and `sum`; on a GPU, or in Triton's interpreter."""
 
-# B rows, T tokens, H query heads, G key/value heads, E head size, C columns: (H + 2 G) E
+# B rows, T tokens, H heads, E head size, C columns: 3 H E
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.parts.drawing import drawn, random
 from trivium.parts import attention
 from trivium.parts.attention import MultiHead, MultiHeadAttention
 from trivium.parts.masks import Mask, Resolved
@@ -34,8 +35,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return random(*shape, seed=seed).to(DEVICE)
 
 
 @pytest.fixture
@@ -48,60 +49,49 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("rows", "length", "heads", "groups", "size"),
-    [(2, 24, 2, 2, 32), (3, 37, 4, 1, 16), (1, 5, 3, 3, 24), (2, 40, 6, 2, 20)],
+    ("rows", "length", "heads", "size"), [(2, 24, 2, 32), (3, 37, 4, 16), (1, 5, 3, 24), (2, 40, 6, 20)]
 )
 def test_gradients_are_laid_side_by_side_and_summed(
-    rows: int, length: int, heads: int, groups: int, size: int, layout: str, few: None
+    rows: int, length: int, heads: int, size: int, layout: str, few: None
 ) -> None:
     from trivium.parts.kernels.parted import together
 
-    plain = [drawn(rows, many, length, size, seed=many + k) for k, many in enumerate((heads, groups, groups))]
-    grads = [LAYOUTS[layout](one) for one in plain]
+    grads = [LAYOUTS[layout](draw(rows, heads, length, size, seed=seed)) for seed in range(3)]
     packed, sums = together(*grads, 3)
     expected = torch.cat(grads, 1).transpose(1, 2).flatten(2)
     assert torch.equal(packed, expected)
     torch.testing.assert_close(sums.sum(0), expected.sum((0, 1)), atol=1e-5, rtol=1e-5)
-    alone, nothing = together(*grads, 0)
-    assert torch.equal(alone, expected)
-    assert len(nothing) == 0
     for one, two in zip(together(*grads, 3), (packed, sums), strict=True):
         assert torch.equal(one, two)  # the same bits again
 
 
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("way", ["eager", "compiled", "recomputed"])
-def test_a_product_that_is_cut_has_the_gradients_of_one_that_is_split(
-    biased: bool, groups: int, way: str, few: None
-) -> None:
+def test_a_product_that_is_cut_has_the_gradients_of_one_that_is_split(way: str, few: None) -> None:
     from trivium.parts.kernels.parted import cut
 
     heads, size, length = 4, 16, 21
-    columns = (heads + 2 * groups) * size
-    x, weight = drawn(2, length, 24).requires_grad_(), drawn(columns, 24, seed=1).requires_grad_()
-    bias = drawn(columns, seed=2).requires_grad_() if biased else None
-    leaves = [one for one in (x, weight, bias) if one is not None]
+    columns = 3 * heads * size
+    leaves = [draw(2, length, 24), draw(columns, 24, seed=1), draw(columns, seed=2)]
+    x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
 
     def mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups < heads)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    def layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        packed = F.linear(x, weight, None if bias is None else bias.detach())
-        return mixed(*cut(packed, bias, heads, groups))
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return mixed(*cut(F.linear(x, weight, bias.detach()), bias, heads))
 
-    def recomputed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def recomputed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         result: Tensor = checkpoint(layer, x, weight, bias, use_reentrant=False)
         return result
 
     run = recomputed if way == "recomputed" else layer
     run = run if way == "eager" else torch.compile(run, backend="aot_eager", fullgraph=True)
-    parts = torch.split(F.linear(x, weight, bias).view(2, length, -1, size), [heads, groups, groups], 2)
+    parts = torch.split(F.linear(x, weight, bias).view(2, length, -1, size), heads, 2)
     slow = mixed(*(part.transpose(1, 2) for part in parts))
     fast = run(x, weight, bias)
     close = 1e-2 if DEVICE == "cuda" else 1e-4  # a GPU multiplies in TF32
     torch.testing.assert_close(fast, slow, atol=close, rtol=close)
-    upstream = drawn(*slow.shape, seed=3)
+    upstream = draw(*slow.shape, seed=3)
     for one, two in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (fast, slow)), strict=True):
         torch.testing.assert_close(one, two, atol=close, rtol=close)
     torch._dynamo.reset()
@@ -117,7 +107,7 @@ def gradients(part: MultiHeadAttention, x_BTD: Tensor, mask: Resolved, position:
         return result
 
     out = (torch.compile(run, backend="aot_eager", fullgraph=True) if way == "compiled" else run)(x_BTD)
-    found = torch.autograd.grad(out, [x_BTD, *part.parameters()], drawn(*out.shape, seed=8).to(out.dtype))
+    found = torch.autograd.grad(out, [x_BTD, *part.parameters()], draw(*out.shape, seed=8).to(out.dtype))
     torch._dynamo.reset()
     return [out, *found]
 
@@ -131,23 +121,23 @@ def test_a_layer_has_the_gradients_of_the_plain_way(
     from trivium.parts.kernels import parted
 
     site = Site(width=64, context=24, head=16)
-    part = MultiHead(heads=4, bias="all", norm="rms" if case == "normed" else "none").build(site).to(DEVICE)
+    part = drawn(MultiHead(heads=4, bias="all", norm="rms" if case == "normed" else "none").build(site)).to(DEVICE)
     assert isinstance(part, MultiHeadAttention)
-    part.query.narrow = case == "narrow"
-    for index, parameter in enumerate(part.parameters()):
-        parameter.data = drawn(*parameter.shape, seed=index) * 0.2
+    part.train().query.narrow = case == "narrow"
+    for parameter in part.parameters():
+        parameter.data *= 0.2
     position = (Rotary().build(site) if case == "turned" else Positions()).to(DEVICE)
     mask = Resolved(None, True, mask=Mask(causal=True)) if case == "ours" else Resolved(None, True)
     calls: list[int] = []
     whole = parted.cut
 
-    def counted(packed: Tensor, bias: Tensor | None, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    def counted(packed: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         calls.append(1)
-        return whole(packed, bias, heads, groups)
+        return whole(packed, bias, heads)
 
     monkeypatch.setattr(part, "_one", lambda x: True)
     monkeypatch.setattr(parted, "cut", counted)
-    x_BTD = drawn(2, 24, 64, seed=7).requires_grad_()
+    x_BTD = draw(2, 24, 64, seed=7).requires_grad_()
     fast = gradients(part, x_BTD, mask, position, way)
     assert bool(calls) == (case == "bare")
     monkeypatch.setattr(attention, "PARTED", False)
@@ -164,12 +154,12 @@ def test_a_layer_has_the_gradients_of_the_plain_way(
 def test_a_step_can_be_recorded() -> None:
     from trivium.parts.kernels.parted import cut
 
-    packed = drawn(3, 200, 12 * 64).to(torch.bfloat16)
-    bias, upstream = drawn(12 * 64, seed=1), drawn(3, 4, 200, 64, seed=2).to(torch.bfloat16)
+    packed = draw(3, 200, 12 * 64).to(torch.bfloat16)
+    bias, upstream = draw(12 * 64, seed=1), draw(3, 4, 200, 64, seed=2).to(torch.bfloat16)
 
     def step() -> list[Tensor]:
         leaves = [one.detach().requires_grad_() for one in (packed, bias)]
-        query, key, value = cut(leaves[0], leaves[1], 4, 4)
+        query, key, value = cut(leaves[0], leaves[1], 4)
         mixed = F.scaled_dot_product_attention(query, key, value)
         return list(torch.autograd.grad(mixed, leaves, upstream))
 

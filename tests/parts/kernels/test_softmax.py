@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.parts.drawing import random
 from trivium.parts.kernels import loss as kernels
 from trivium.parts.kernels.loss import IGNORED, Scoring, summed
 from trivium.parts.kernels.loss import differentiated as plain
@@ -43,10 +44,9 @@ def test_losses_and_gradients_are_those_of_the_plain_formulas(
     from trivium.parts.kernels import softmax
 
     monkeypatch.setattr(softmax, "BLOCK", block)
-    generator = torch.Generator().manual_seed(vocab)
-    logits = (4 * torch.randn(6, 128, generator=generator)).to(DEVICE)
+    logits = 4 * random(6, 128, seed=vocab).to(DEVICE)
     logits[:, vocab:] = float("nan")  # never looked at
-    offset = torch.randn(128, generator=generator).to(DEVICE) if bias else None
+    offset = random(128).to(DEVICE) if bias else None
     labels = torch.tensor([3, IGNORED, 0, 99, 5, 6], device=DEVICE)
     scoring = Scoring(vocab, cap, smoothing)
     loss, expected = plain(logits.nan_to_num(), offset, labels, scoring, True)
@@ -62,7 +62,7 @@ def test_losses_and_gradients_are_those_of_the_plain_formulas(
 
 
 def test_rows_may_lie_apart() -> None:
-    wide = torch.randn(4, 192, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    wide = random(4, 192).to(DEVICE)
     labels, before = torch.arange(4, device=DEVICE), wide.clone()
     from trivium.parts.kernels import softmax
 
@@ -70,6 +70,16 @@ def test_rows_may_lie_apart() -> None:
     _, expected = plain(before[:, :128], None, labels, Scoring(128), True)
     torch.testing.assert_close(wide[:, :128], expected)
     assert torch.equal(wide[:, 128:], before[:, 128:])
+
+
+def test_labels_and_biases_may_lie_apart() -> None:
+    logits, table = random(5, 128).to(DEVICE), random(128, 3, seed=1).to(DEVICE)
+    spread = torch.tensor([[3, 90], [IGNORED, 91], [0, 92], [99, 93], [5, 94]], device=DEVICE)
+    for labels in (spread[:, 0], spread[1, 1].expand(5)):
+        loss, expected = plain(logits, table[:, 0], labels, Scoring(128), True)
+        losses, gradient = found(logits, labels, Scoring(128), bias=table[:, 0])
+        torch.testing.assert_close(losses.sum(), loss)
+        torch.testing.assert_close(gradient, expected)
 
 
 def test_a_score_that_is_not_a_number_is_seen_in_the_loss() -> None:
@@ -98,7 +108,7 @@ def test_scores_too_large_for_an_exponential_have_an_exact_loss() -> None:
 
 
 def test_gradients_are_rounded_to_the_precision_of_the_logits() -> None:
-    logits = (4 * torch.randn(8, 128, generator=torch.Generator().manual_seed(0))).to(DEVICE, torch.bfloat16)
+    logits = (4 * random(8, 128)).to(DEVICE, torch.bfloat16)
     labels = torch.arange(8, device=DEVICE)
     _, expected = plain(logits, None, labels, Scoring(100), True)
     _, gradient = found(logits, labels, Scoring(100))
@@ -109,11 +119,9 @@ def test_gradients_are_rounded_to_the_precision_of_the_logits() -> None:
 
 def test_the_whole_loss_goes_through_the_kernel_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_by_kernel", lambda logits: True)
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (
-        torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for shape in ((50, 16), (100, 16), 100)
-    )
-    labels = torch.randint(100, (50,), generator=generator).to(DEVICE)
+    leaves = (random(50, 16).to(DEVICE), random(100, 16, seed=1).to(DEVICE), random(100, seed=2).to(DEVICE))
+    hidden, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    labels = torch.randint(100, (50,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     labels[::3] = IGNORED
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
@@ -124,7 +132,6 @@ def test_the_whole_loss_goes_through_the_kernel_in_one_graph(monkeypatch: pytest
     scores = 3 * torch.tanh(F.linear(hidden, weight, bias) / 3)
     expected = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=0.1)
     torch.testing.assert_close(found, expected)
-    leaves = (hidden, weight, bias)
     for one, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     with torch.no_grad():

@@ -68,8 +68,9 @@ def normal(x):
     """The normal distribution's share below x, and its density there.
 
     By a series in a quotient, as erf in Abramowitz and Stegun 7.1.26, but in 1 - t, which float32 does not cancel
-    out, and fitted anew: good to 3e-8 in erf, where theirs is to 1.5e-7; bfloat16 could show neither. The library's
-    erf takes twice the instructions, more than fit into the time of the bytes.
+    out, and fitted anew: in erf the fit is good to 3e-8, where theirs is to 1.5e-7, and rounding in float32 leaves
+    2e-7; bfloat16 could show none of these. The library's erf takes twice the instructions, more than fit into the
+    time of the bytes.
     """
     bell = power(x * x * (-0.5 * BASE))
     far = tl.abs(x) * (0.44 * ROOT)
@@ -165,12 +166,14 @@ def bent(pre: Tensor, bias: Tensor | None, activation: str, *, gated: bool = Fal
 
 
 # Operators, so that the compiler takes them as they are. Gradients are theirs and not an autograd Function's, which
-# torch 2.11 may get wrong when compiled (its issues 180642, 181146). The compiler's cache finds a step by their names,
-# going back too: what is returned or done in `_gradients` changes with a name.
+# torch 2.11 may get wrong when compiled (its issues 180642, 181146). The compiler's cache on disk knows `forward` by
+# its name and arguments alone, and has the way back under that key too, as it was when it was compiled. So shapes
+# depend on nothing but arguments; and whoever changes `_gradients`, or what an operator takes or returns, renames
+# both, or a step from the cache would go on in the old way.
 
 
 @torch.library.custom_op(
-    "trivium::bend", mutates_args=(), schema="(Tensor pre, Tensor? bias, str activation, bool gated) -> Tensor"
+    "trivium::bent", mutates_args=(), schema="(Tensor pre, Tensor? bias, str activation, bool gated) -> Tensor"
 )
 def forward(pre: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
     out: Tensor = _forward_shape(pre, bias, activation, gated)
@@ -184,21 +187,20 @@ def _forward_shape(pre: Tensor, bias: Tensor | None, activation: str, gated: boo
 
 
 @torch.library.custom_op(
-    "trivium::bend_backward",
+    "trivium::bent_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor pre, str activation, bool summed) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor pre, str activation, SymInt parts) -> (Tensor, Tensor)",
 )
-def backward(grad: Tensor, pre: Tensor, activation: str, summed: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of `pre`, and the sums of its columns if they are wanted, [parts, H or 2 H]."""
-    out, sums = _backward_shapes(grad, pre, activation, summed)
+def backward(grad: Tensor, pre: Tensor, activation: str, parts: int) -> tuple[Tensor, Tensor]:
+    """The gradient of `pre`, and the sums of its columns, [parts, H or 2 H]; 0 parts where none are wanted."""
+    out, sums = _backward_shapes(grad, pre, activation, parts)
     launch_backward(grad.contiguous(), pre.contiguous(), out, sums, activation, BACKWARD)
     return out, sums
 
 
 @backward.register_fake
-def _backward_shapes(grad: Tensor, pre: Tensor, activation: str, summed: bool) -> tuple[Tensor, Tensor]:
-    many = parts(grad.shape[-1], BACKWARD) if summed else 0
-    return pre.new_empty(pre.shape), pre.new_empty(many, pre.shape[-1], dtype=torch.float32)
+def _backward_shapes(grad: Tensor, pre: Tensor, activation: str, parts: int) -> tuple[Tensor, Tensor]:
+    return pre.new_empty(pre.shape), pre.new_empty(parts, pre.shape[-1], dtype=torch.float32)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -209,7 +211,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     summed = ctx.kind is not None and ctx.needs_input_grad[1]
-    grad_pre, sums = backward(grad, *ctx.saved_tensors, ctx.activation, summed)
+    many = parts(grad.shape[-1], BACKWARD) if summed else 0
+    grad_pre, sums = backward(grad, *ctx.saved_tensors, ctx.activation, many)
     return grad_pre, sums.sum(0).to(ctx.kind) if summed else None, None, None
 
 
@@ -237,17 +240,19 @@ def launch_forward(pre: Tensor, out: Tensor, activation: str, how: Launch) -> No
     rows, blocks = out.numel() // columns, _blocks(columns, how)
     if rows == 0:
         return
-    bend_kernel[(blocks * triton.cdiv(rows, how.rows),)](
-        pre, out, rows, columns, blocks, ACT=ACTIVATIONS[activation], GATED=pre.shape[-1] != columns,
-        ROWS=how.rows, COLUMNS=_columns(columns, how), num_warps=how.warps,
-    )  # fmt: skip
+    with torch.cuda.device_of(pre):  # Triton would start it on the current GPU
+        bend_kernel[(blocks * triton.cdiv(rows, how.rows),)](
+            pre, out, rows, columns, blocks, ACT=ACTIVATIONS[activation], GATED=pre.shape[-1] != columns,
+            ROWS=how.rows, COLUMNS=_columns(columns, how), num_warps=how.warps,
+        )  # fmt: skip
 
 
 def launch_backward(grad: Tensor, pre: Tensor, out: Tensor, sums: Tensor, activation: str, how: Launch) -> None:
-    """Run the kernel over all tiles; everything lies row after row, and `sums` has no rows where none are wanted."""
+    """Run the kernel over all tiles, in as many parts as there are sums for; everything lies row after row."""
     columns = grad.shape[-1]
-    rows, many = grad.numel() // columns, parts(columns, how)
-    unbend_kernel[(_blocks(columns, how), many)](
-        grad, pre, out, sums, rows, columns, many, ACT=ACTIVATIONS[activation], GATED=pre.shape[-1] != columns,
-        SUMS=len(sums) > 0, ROWS=how.rows, COLUMNS=_columns(columns, how), STAGES=how.stages, num_warps=how.warps,
-    )  # fmt: skip
+    rows, many = grad.numel() // columns, len(sums) or parts(columns, how)
+    with torch.cuda.device_of(grad):
+        unbend_kernel[(_blocks(columns, how), many)](
+            grad, pre, out, sums, rows, columns, many, ACT=ACTIVATIONS[activation], GATED=pre.shape[-1] != columns,
+            SUMS=len(sums) > 0, ROWS=how.rows, COLUMNS=_columns(columns, how), STAGES=how.stages, num_warps=how.warps,
+        )  # fmt: skip

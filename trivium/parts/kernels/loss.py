@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8, onednn
 from trivium.parts.kernels.fp8 import Scaled
 
@@ -61,7 +62,7 @@ def summed(
     """
     kind = hidden_ND.device.type
     mixed = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if mixed else hidden_ND.dtype
+    dtype = working(hidden_ND)
     at_once = rows or max(ROWS.get(kind, ROWS["cuda"]), CHUNK // len(weight_VD))
     narrow = narrow and torch.is_grad_enabled() and mixed and fp8.fits(hidden_ND)
     scoring = Scoring(len(weight_VD), cap, smoothing, narrow)

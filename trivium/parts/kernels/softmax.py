@@ -116,11 +116,13 @@ def softmax_gradient(
     assert logits.stride(1) == 1, "the columns of a row are neighbours"
     columns = logits.shape[1]
     if len(logits):
-        loss_kernel[(len(logits),)](
-            logits, logits if bias is None else bias, labels, losses, logits.stride(0), vocab, columns, cap, smoothing,
-            IGNORED=IGNORED, BIAS=bias is not None, CAP=cap > 0, SMOOTH=smoothing > 0, WANTED=wanted,
-            BLOCK=min(BLOCK, triton.next_power_of_2(columns)), num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):  # Triton would start it on the current GPU
+            loss_kernel[(len(logits),)](
+                logits, logits if bias is None else bias.contiguous(), labels.contiguous(), losses, logits.stride(0),
+                vocab, columns, cap, smoothing, IGNORED=IGNORED, BIAS=bias is not None, CAP=cap > 0,
+                SMOOTH=smoothing > 0, WANTED=wanted, BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
+                num_warps=WARPS,
+            )  # fmt: skip
     return losses
 
 
