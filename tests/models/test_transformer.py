@@ -172,13 +172,16 @@ def test_a_block_loses_the_same_features_in_all_places_of_a_row() -> None:
     drawn = lively(ModelConfig(width=64, context=8, vocab=VOCAB, decoder=Stack(layers=1, block=block))).train()
     decoder = drawn.decoder
     assert decoder is not None
-    seen: list[tuple[Tensor, Tensor]] = []
-    around = cast(StandardBlock, decoder.blocks[0]).around_feedforward
-    leave = around.leave
-    around.leave = lambda x, y: seen.append((x, y)) or leave(x, y)
+    around = cast(Any, cast(StandardBlock, decoder.blocks[0]).around_feedforward)
+    seen, leave = list[Tensor](), around.leave
+
+    def noted(x: Tensor, fed_BTD: Tensor) -> Tensor:
+        seen.append(fed_BTD)
+        return cast(Tensor, leave(x, fed_BTD))
+
+    around.leave = noted
     logits(drawn, some_ids(3, 8))
-    ((_, fed_BTD),) = seen
-    lost_BTD = fed_BTD == 0
+    lost_BTD = seen[0] == 0
     assert torch.equal(lost_BTD, lost_BTD[:, :1].expand_as(lost_BTD))
     assert 10 < int(lost_BTD[0, 0].sum()) < 54  # of 64, half on average
     assert not torch.equal(lost_BTD[0], lost_BTD[1])
