@@ -19,7 +19,7 @@ from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.transformer import Transformer, build, load_weights, weights
 from trivium.parts.attention import MultiHead
 from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Mlp
+from trivium.parts.feedforward import Glu, Mlp
 from trivium.parts.masks import Mask
 from trivium.parts.positions import Learned, NoPositions, Positions, Rotary
 from trivium.parts.residual import Post, Pre, Residual, Sandwich
@@ -145,15 +145,16 @@ def test_layers_with_equal_position_options_share_one_table() -> None:
     assert decoder.position_of == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("place", ["embedding", "block", "locked", "attention", "feedforward"])
+@pytest.mark.parametrize("place", ["embedding", "block", "locked", "attention", "feedforward", "hidden", "states"])
 def test_dropout_in_each_place_acts_in_training_only(place: str) -> None:
     block = Block(
         attention=MultiHead(dropout=0.5 if place == "attention" else 0.0),
-        feedforward=Mlp(dropout=0.5 if place == "feedforward" else 0.0),
+        feedforward=Mlp(dropout=0.5 if place == "feedforward" else 0.0, lock=0.5 if place == "hidden" else 0.0),
         dropout=0.5 if place == "block" else 0.0,
         lock=0.5 if place == "locked" else 0.0,
     )
-    config = ModelConfig(width=16, context=8, vocab=VOCAB, decoder=Stack(layers=1, block=block))
+    stack = Stack(layers=1, block=block, lock=0.5 if place == "states" else 0.0)
+    config = ModelConfig(width=16, context=8, vocab=VOCAB, decoder=stack)
     if place == "embedding":
         config = replace(config, embedding=Tokens(dropout=0.5))
     drawn, tokens_BT = lively(config), some_ids(1, 5)
@@ -182,6 +183,15 @@ def test_a_block_loses_the_same_features_in_all_places_of_a_row() -> None:
     around.leave = noted
     logits(drawn, some_ids(3, 8))
     lost_BTD = seen[0] == 0
+    assert torch.equal(lost_BTD, lost_BTD[:, :1].expand_as(lost_BTD))
+    assert 10 < int(lost_BTD[0, 0].sum()) < 54  # of 64, half on average
+    assert not torch.equal(lost_BTD[0], lost_BTD[1])
+
+
+def test_a_stack_loses_the_same_features_of_its_states_in_all_places_of_a_row() -> None:
+    stack = Stack(layers=1, block=Block(feedforward=Glu(lock=0.25)), lock=0.5)
+    drawn = lively(ModelConfig(width=64, context=8, vocab=VOCAB, decoder=stack)).train()
+    lost_BTD = drawn(some_ids(3, 8)).hidden == 0
     assert torch.equal(lost_BTD, lost_BTD[:, :1].expand_as(lost_BTD))
     assert 10 < int(lost_BTD[0, 0].sum()) < 54  # of 64, half on average
     assert not torch.equal(lost_BTD[0], lost_BTD[1])

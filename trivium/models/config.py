@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
 
-from trivium.config import at_least, place, variants
+from trivium.config import at_least, fraction, place, variants
 from trivium.errors import ConfigError
 from trivium.models.block import BLOCKS, AnyBlock, Block
 from trivium.parts.boundary import BOUNDARIES, Boundary
@@ -35,9 +35,11 @@ class Stack:
     block: AnyBlock = place(BLOCKS, Block())
     pattern: tuple[str, ...] = ()
     variants: Mapping[str, AnyBlock] = variants("block")
+    lock: float = 0.0  # share of the features of its last states that a row loses in all of its places (AWD-LSTM)
 
     def __post_init__(self) -> None:
         at_least("layers", self.layers, 1, 10_000)
+        fraction("lock", self.lock)
         unknown = [name for name in self.pattern if name and name not in self.variants]
         if unknown:
             raise ConfigError(f"pattern: {unknown[0]!r} is not among the variants; add [variants.{unknown[0]}]")

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from trivium.models.block import Around
 from trivium.models.config import ModelConfig, Stack, inner, sharing
 from trivium.parts.cache import Cache, Shape
+from trivium.parts.dropout import locked
 from trivium.parts.hardware import working
 from trivium.parts.masks import AnyMask, Mask, Resolved
 from trivium.parts.positions import Positions
@@ -38,6 +39,7 @@ class PlainStack(nn.Module):
             if layer in own:
                 self.positions.append(block.position.build(inner(block, site)))
         self.final = options.block.final(config.site(depth=options.layers))
+        self.lock = options.lock
         self.stream: torch.dtype | None = None  # from block to block in training, where autocast is; None: as it is
         self.recompute = False  # whether training forgets what is inside a block and computes it again going back
 
@@ -84,5 +86,4 @@ class PlainStack(nn.Module):
                 x_BTD = block(x_BTD, here)
         if cache is not None:
             cache.length += x_BTD.shape[1]
-        result: Tensor = self.final(x_BTD)
-        return result
+        return locked(self.final(x_BTD), self.lock, self.training)

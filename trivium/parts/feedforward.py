@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
-from trivium.parts.dropout import dropout
+from trivium.parts.dropout import dropout, locked
 from trivium.parts.hardware import working
 from trivium.parts.kernels.eager import SquaredRelu, wanted
 from trivium.parts.linear import Linear, product, together
@@ -63,9 +63,10 @@ class Mlp:
     activation: Activation = "gelu-tanh"
     bias: bool = True
     dropout: float = 0.0  # of the hidden layer
+    lock: float = 0.0  # share of the hidden layer that a row loses in all of its places
 
     def __post_init__(self) -> None:
-        _check(self.hidden, self.dropout)
+        _check(self.hidden, self.dropout, self.lock)
 
     def size(self, site: Site) -> int:
         return self.hidden or 4 * site.width
@@ -87,9 +88,10 @@ class Glu:
     activation: Activation = "silu"
     bias: bool = False
     dropout: float = 0.0
+    lock: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.hidden, self.dropout)
+        _check(self.hidden, self.dropout, self.lock)
         if self.multiple < 1:
             raise ConfigError(f"multiple: {self.multiple} is less than 1")
 
@@ -116,14 +118,15 @@ class MlpFeedForward(nn.Module):
         self.down = Linear(size, site.width, bias=options.bias, role="down")
         self.activation = ACTIVATIONS[options.activation]
         self.bent = options.activation if options.activation in BENT else ""
-        self.dropout = options.dropout
+        self.dropout, self.lock = options.dropout, options.lock
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bent and _by_kernel(x, self.up):
             hidden = _bent(x, self.up.weight, self.up.bias, self.bent)
         else:
             hidden = self.activation(self.up(x))
-        result: Tensor = self.down(dropout(hidden, self.dropout, self.training))
+        hidden = dropout(locked(hidden, self.lock, self.training), self.dropout, self.training)
+        result: Tensor = self.down(hidden)
         return result
 
 
@@ -136,7 +139,7 @@ class GluFeedForward(nn.Module):
         self.down = Linear(size, site.width, bias=options.bias, role="down")
         self.activation = ACTIVATIONS[options.activation]
         self.bent = options.activation if options.activation in BENT else ""
-        self.dropout = options.dropout
+        self.dropout, self.lock = options.dropout, options.lock
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bent and _by_kernel(x, self.gate, self.up):
@@ -146,7 +149,8 @@ class GluFeedForward(nn.Module):
         else:
             gate, up = together(x, self.gate, self.up)
             hidden = self.activation(gate) * up
-        result: Tensor = self.down(dropout(hidden, self.dropout, self.training))
+        hidden = dropout(locked(hidden, self.lock, self.training), self.dropout, self.training)
+        result: Tensor = self.down(hidden)
         return result
 
 
@@ -164,8 +168,9 @@ def _bent(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, ga
     return bend.bent(product(x, weight, None if bias is None else bias.detach()), bias, activation, gated=gated)
 
 
-def _check(hidden: int, dropout: float) -> None:
+def _check(hidden: int, dropout: float, lock: float) -> None:
     if hidden < 0:
         raise ConfigError(f"hidden: {hidden} is negative; 0 means the usual size")
     at_least("hidden", hidden, 0, MOST)
     fraction("dropout", dropout)
+    fraction("lock", lock)
