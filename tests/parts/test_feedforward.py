@@ -172,7 +172,16 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or not feedforward.BEND, reason="needs a GPU and Triton")
-@pytest.mark.parametrize("options", [Mlp(hidden=208, activation="gelu"), Mlp(bias=False), Glu(bias=True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        Mlp(hidden=208, activation="gelu"),
+        Mlp(bias=False),
+        Mlp(hidden=208, activation="relu"),
+        Mlp(activation="relu", bias=False),
+        Glu(bias=True),
+    ],
+)
 def test_on_a_gpu_the_kernels_are_as_near_to_float64_as_the_plain_way(
     options: Mlp | Glu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

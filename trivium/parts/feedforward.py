@@ -15,6 +15,7 @@ from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.dropout import dropout, locked
 from trivium.parts.hardware import working
+from trivium.parts.kernels import rectify
 from trivium.parts.kernels.eager import SquaredRelu, wanted
 from trivium.parts.linear import Linear, product, together
 from trivium.parts.site import MOST, Cost, Site, matrix
@@ -43,7 +44,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "identity": lambda x: x,  # as a gate: bilinear, LiGLU
 }
-# Whether the kernels of kernels/bend.py take the place of the compiler's in training on a GPU, and for which of these.
+# Whether the kernels of kernels/bend.py take the place of the compiler's in training on a GPU, and for which of these;
+# a ReLU is better off inside the product before it (kernels/rectify.py).
 BEND = find_spec("triton") is not None
 BENT: tuple[Activation, ...] = ("gelu", "gelu-tanh", "silu", "relu2")
 
@@ -118,11 +120,14 @@ class MlpFeedForward(nn.Module):
         self.down = Linear(size, site.width, bias=options.bias, role="down")
         self.activation = ACTIVATIONS[options.activation]
         self.bent = options.activation if options.activation in BENT else ""
+        self.rectified = options.activation == "relu" and rectify.ABLE
         self.dropout, self.lock = options.dropout, options.lock
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bent and _by_kernel(x, self.up):
             hidden = _bent(x, self.up.weight, self.up.bias, self.bent)
+        elif self.rectified and _by_kernel(x, self.up):
+            hidden = rectify.rectified(x, self.up.weight, self.up.bias, torch.bfloat16)
         else:
             hidden = self.activation(self.up(x))
         hidden = dropout(locked(hidden, self.lock, self.training), self.dropout, self.training)
