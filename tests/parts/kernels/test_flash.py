@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 if TYPE_CHECKING:
     from trivium.parts.kernels.flash import Plan
@@ -67,7 +68,7 @@ def test_values_and_gradients_are_those_of_the_formula(
         (2, 1, 127, False, True),
         (2, 128, 128, True, False),
         (2, 128, 128, False, True),
-        (2, 129, 129, True, True),
+        (2, 129, 129, True, True),  # the first that is not short
         (2, 130, 130, False, True),
     ],
 )
@@ -75,6 +76,35 @@ def test_texts_of_any_length_get_the_values_and_gradients_of_the_formula(
     rows: int, queries: int, keys: int, causal: bool, padded: bool
 ) -> None:
     compare(rows, queries, keys, (2, 1), causal, True, padded, None)
+
+
+def test_short_texts_are_cut_into_smaller_blocks_and_few_parts() -> None:
+    """The plans as measured: at 114 keys blocks of 64 x 64 and 8 parts, at 512 of 128 x 64."""
+    from trivium.parts.kernels.flash import planned
+
+    for keys in (64, 114, 128):
+        assert planned(keys).forward[:2] == (64, 64)
+        assert planned(keys).parts == 8
+    for keys in (129, 512):
+        assert planned(keys).forward[:2] == (128, 64)
+        assert planned(keys).parts == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "busy", "parts"),
+    [(64, 512, 1536, 2), (64, 512, 3072, 4), (64, 512, 100, 1), (3, 512, 3072, 3), (64, 114, 1536, 8), (5, 114, 1, 5)],
+)
+def test_the_plan_alone_says_into_how_many_parts_the_bias_is_summed(
+    rows: int, keys: int, busy: int, parts: int
+) -> None:
+    """12 heads of 8 x 8 blocks are 768 programs a part; short texts have 8 parts, and none has more than rows."""
+    from trivium.parts.kernels.flash import bias_sums, planned
+
+    given = torch.empty(rows, 12, keys, 64, device="meta")
+    bias, lse = torch.empty(1, 12, keys, keys, device="meta"), torch.empty(rows, 12, keys, device="meta")
+    plan = planned(keys)._replace(busy=busy).numbers()
+    sums = bias_sums(given.transpose(1, 2), given, given, given, bias, None, lse, lse, False, 1.0, plan)
+    assert sums.shape == (parts, 12, keys, keys)
 
 
 def compare(
@@ -88,7 +118,7 @@ def compare(
     plan: Plan | None,
 ) -> None:
     """Values and all gradients, of our kernels and of the formula; `heads` of queries, and of keys and values."""
-    from trivium.parts.kernels.flash import PLAN, attend
+    from trivium.parts.kernels.flash import attend
 
     generator = torch.Generator().manual_seed(queries)
 
@@ -102,7 +132,7 @@ def compare(
     if seen is not None:
         seen[0] = False  # a row in which nothing is seen
     inputs = [one for one in (query, key, value, bias) if one is not None]
-    fast = attend(query, key, value, bias, seen, causal=causal, scale=0.3, plan=plan or PLAN)
+    fast = attend(query, key, value, bias, seen, causal=causal, scale=0.3, plan=plan)
     slow = plain(query, key, value, bias, seen, causal)
     close = 5e-3 if DEVICE == "cuda" else 1e-5  # a GPU multiplies in TF32
     torch.testing.assert_close(fast, slow, atol=close, rtol=close)
@@ -136,6 +166,32 @@ def test_a_compiled_model_gets_the_same() -> None:
     upstream = torch.randn(plain.shape, generator=generator).to(DEVICE)
     for one, two in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (compiled, plain)), strict=True):
         torch.testing.assert_close(one, two)
+
+
+def test_one_program_is_for_many_lengths() -> None:
+    """Although the rows are summed in 8 parts at 20 keys and in 2 at 40."""
+    from trivium.parts.kernels.flash import Block, Plan, attend
+
+    block, generator = Block(32, 32, 4, 1), torch.Generator().manual_seed(0)
+    plan = Plan(forward=block, keys=block, queries=block, bias=block, busy=8)
+
+    def mix(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return attend(query, key, value, bias, None, causal=True, scale=0.3, plan=plan)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mix, backend=counter, dynamic=True, fullgraph=True)
+    for length in (20, 40, 17):
+        shapes = (*((8, 1, length, 16) for _ in range(3)), (1, 1, length, length))
+        query, key, value, bias = (
+            torch.randn(*shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes
+        )
+        leaves = (query, key, value, bias)
+        fast, slow = compiled(*leaves), mix(*leaves)
+        upstream = torch.randn(slow.shape, generator=generator).to(DEVICE)
+        for one, two in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (fast, slow)), strict=True):
+            torch.testing.assert_close(one, two)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
 
 
 def test_gradients_of_one_product_need_no_copy() -> None:

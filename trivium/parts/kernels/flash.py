@@ -34,14 +34,17 @@ class Plan(NamedTuple):
     queries: Block = Block(64, 64, 4, 2)
     bias: Block = Block(64, 64, 4, 3)
     parts: int = 0  # in which the rows are summed for the bias; 0 means as many as keep the GPU busy
+    busy: int = 1536  # programs that do so
 
     def numbers(self) -> list[int]:
-        return [*self.forward, *self.keys, *self.queries, *self.bias, self.parts]
+        # `busy` and not the parts that come of it: those change with the lengths, and each would be another program
+        return [*self.forward, *self.keys, *self.queries, *self.bias, self.parts, self.busy]
 
 
 # Milliseconds forward and backward on an H200, for 64 rows in 12 heads of 64 with the gradient of the bias
 PLAN = Plan()  # 512 tokens: 1.047; cuDNN with `bias_kernel` beside it: 1.446
-_BUSY = 1536  # programs that keep a GPU busy
+SHORT = Plan(forward=Block(64, 64, 4, 2), parts=8)  # 114 tokens, causal: 0.140; with PLAN 0.168
+FEW = 128  # keys up to which SHORT is taken: two blocks. Between 114 and 512 nothing was measured
 
 
 def _roomy() -> bool:
@@ -71,18 +74,26 @@ def attend(
     *,
     causal: bool,
     scale: float,
-    plan: Plan = PLAN,
+    plan: Plan | None = None,
 ) -> Tensor:
     """Scaled dot-product attention with a bias shared by all rows and with keys that are seen or not.
 
     The queries are the last T of the S positions if it is causal; one that sees nothing gets zeros.
+    Without a plan it takes the one for so many keys.
     """
-    mixed_BTHE: Tensor = forward(query_BHTE, key_BGSE, value_BGSE, bias_1HTS, seen_BS, causal, scale, plan.numbers())[0]
+    numbers = (plan or planned(key_BGSE.shape[2])).numbers()
+    mixed_BTHE: Tensor = forward(query_BHTE, key_BGSE, value_BGSE, bias_1HTS, seen_BS, causal, scale, numbers)[0]
     return mixed_BTHE.transpose(1, 2)
 
 
+def planned(keys: int) -> Plan:
+    """The faster plan for so many keys."""
+    return SHORT if keys <= FEW else PLAN
+
+
 # Operators, so that the compiler takes them as they are: it could not see which of their arguments the kernels write.
-# Its cache finds a step by their names, going back too: what is returned or done in `_gradients` changes with a name.
+# Its cache finds a step by their names and arguments, going back too: shapes depend on nothing but arguments, and what
+# is returned or done in `_gradients` changes with a name.
 
 
 @torch.library.custom_op(
@@ -224,7 +235,7 @@ def bias_sums(
 def _bias_shape(grad: Tensor, query: Tensor, key: Tensor, *others: Any) -> Tensor:
     (rows, heads, queries, _), keys, plan = query.shape, key.shape[2], others[-1]
     # a block of the bias is one program, which takes the rows of its part one after another
-    parts = plan[16] or max(1, _BUSY // (heads * _blocks(queries, plan[12]) * _blocks(keys, plan[13])))
+    parts = plan[16] or max(1, plan[17] // (heads * _blocks(queries, plan[12]) * _blocks(keys, plan[13])))
     return query.new_empty(min(parts, rows), heads, queries, keys, dtype=torch.float32)
 
 
