@@ -166,11 +166,13 @@ def steps_agree(made: Transformer, rows: int, close: float, *, bold: bool) -> No
 
 
 @kernels
+@pytest.mark.parametrize("part", [2048, 130])  # tokens that are read together
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
-def test_prompts_are_read_into_slots_as_into_a_cache(name: str) -> None:
+def test_prompts_are_read_into_slots_as_into_a_cache(name: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from trivium.generation.fused import Fused
 
+    monkeypatch.setattr("trivium.generation.slots._PART", part)
     made = model(BLOCKS[name])
     banks = [Bank(made, 4, CONTEXT, 0) for _ in range(2)]
     fused = Fused(made, banks[1].cache, banks[1].slots, banks[1].last_B)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.generation import tiny
 from tests.generation.test_continuous import CONTEXT, END, GREEDY, MODELS, SAMPLINGS, VOCAB, alone, comparable, small
 from trivium.generation import prompts
 from trivium.generation.continuous import Engine
@@ -20,6 +22,7 @@ from trivium.generation.rows import Row
 from trivium.generation.scorer import evaluating
 from trivium.generation.slots import Bank, rounded
 from trivium.models.transformer import Transformer
+from trivium.parts.cache import Cache
 from trivium.parts.output import SoftmaxOutput
 from trivium.parts.positions import Learned
 
@@ -189,6 +192,25 @@ def test_a_prompt_that_is_captured_leaves_one_trace_only() -> None:
             assert same(bank, plain)
 
 
+def test_scratch_of_products_is_not_held_twice_while_a_prompt_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: told.append("cleared"), raising=False)
+
+    class Noted(Records):
+        def record(self, *args: Any, **options: Any) -> tuple[Graph, Tensor]:
+            told.append("recorded")
+            return super().record(*args, **options)
+
+    def work() -> Tensor:
+        told.append("worked")
+        return torch.ones(2)
+
+    captures = prompts.Captures(on=True)
+    captures.capture("size", torch.zeros(1), work, cast(Any, Noted()), lambda: None)
+    assert told[told.index("worked") + 1 :][:2] == ["cleared", "recorded"]
+    assert captures.replay("size", torch.zeros(1))
+
+
 @pytest.mark.parametrize("wrong", ["fails", "differs"])
 @torch.no_grad()
 def test_prompts_that_cannot_be_captured_are_read_without_graphs(wrong: str) -> None:
@@ -280,6 +302,58 @@ def test_the_device_is_told_each_row_once_and_the_first_as_often_as_needed(
         assert given.slots_n[at] == slots[real]
         assert given.lengths_n[at] == lengths[real]
         assert torch.equal(given.settings_n5[at], torch.tensor(chosen[real]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 9), more=st.integers(0, 7), tokens=st.integers(1, 9), most=st.integers(1, 40))
+def test_parts_have_every_row_once_and_no_more_tokens_than_they_may(
+    rows: int, more: int, tokens: int, most: int
+) -> None:
+    here = [row(index, 1 + index % tokens) for index in range(rows)]
+    size = Size(rows + more, tokens)
+    whole = Joining.of(tell(range(rows), here, [[0.0] * 5] * rows, size), size)
+    parts = whole.parts(most)
+    for ids_nt, ends_n, slots_n in parts:
+        assert ids_nt.numel() <= most or len(ids_nt) == 1
+        for at, (ids, end, slot) in enumerate(zip(ids_nt, ends_n.tolist(), slots_n.tolist(), strict=True)):
+            assert end // tokens == (at if len(parts) > 1 or slot == at else 0)
+            assert ids[: end % tokens + 1].tolist() == here[slot].ids
+    assert [slot for _, _, slots in parts for slot in slots.tolist()] == [*range(rows), *[0] * more]
+
+
+@pytest.mark.parametrize(
+    ("name", "fast"),
+    [("learned", False), ("learned", True), ("grouped", True), ("alibi", False), ("t5-small", False)],
+)
+@torch.no_grad()
+def test_prompts_that_are_read_in_parts_are_read_as_they_are_together(
+    name: str, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = name == "t5-small"
+    model = tiny.model(name, VOCAB).double() if two else MODELS[name].eval()
+    parted, whole = (Bank(model, 8, CONTEXT, 32 if two else 0) for _ in range(2))
+    widths: list[int] = []
+    cache = Transformer.cache
+
+    def noted(one: Transformer, rows: int, longest: int) -> Cache:
+        widths.append(rows * longest)
+        return cache(one, rows, longest)
+
+    monkeypatch.setattr(Transformer, "cache", noted)
+    for number in range(3):  # at once, captured, replayed
+        for bank, most in ((parted, 30), (whole, 4096)):
+            if fast and not number:
+                armed(bank)
+            monkeypatch.setattr("trivium.generation.slots._PART", most)
+            monkeypatch.setattr("trivium.generation.slots._LARGE", most)
+            widths.clear()
+            rows = [row(at + number, 1 + 3 * at, at % len(SAMPLINGS)) for at in range(6)]
+            for at, one in enumerate(rows if two else ()):
+                one.request = replace(one.request, source=tiny.draw(at, 4 + 5 * at, VOCAB))
+            bank.join([5, 0, 3, 1, 7, 2], rows)
+            assert (len(widths) > 1 and max(widths) <= 30) == (bank is parted)
+        assert same(parted, whole)
+    torch.testing.assert_close(parted.forward(), whole.forward(), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import cast
 
 import torch
 
-from trivium.generation.slots import Bank
+from trivium.generation.slots import Bank, bucket
+from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
 
+_LEAST = 128  # tokens of a row
+_WORTH = 1 << 26  # bytes that a closer size must save: every size has graphs and kernels of its own
 _BANKS = 4  # kept for each model, the latest used
 _BYTES = 1 << 28  # that they may take together on the CPU; on a GPU an eighth of its memory, if as much is free
 
 
 class Banks:
-    """Those of one model."""
+    """Those of one model, one for every power of two that its rows' tokens may come to.
+
+    The first is only as large as was asked for; if that proves too small, it has the power of two. So texts of varying
+    length need two sets of graphs for each at most.
+    """
 
     def __init__(self) -> None:
         self._free: OrderedDict[Hashable, Bank] = OrderedDict()
@@ -25,19 +33,23 @@ class Banks:
 
     def take(self, model: Transformer, slots: int, longest: int, source: int) -> Bank:
         """A bank with room for that, an old one if its graphs still read the model's weights."""
-        key = _key(model, slots, longest, source)
+        whole = _whole(model, longest)
+        key = _key(model, slots, whole, source)
         bank = self._free.pop(key, None)
-        if bank is None:
-            bank = Bank(model, slots, longest, source)
-            bank.key = key
-        else:
+        if bank is not None and bank.longest >= longest:
             bank.refresh()
+            return bank
+        size = capacity(model, slots, longest) if bank is None else whole
+        bank = None  # before the new one is made: only one is in memory
+        bank = Bank(model, slots, size, source)
+        bank.key = key
         return bank
 
     def give(self, bank: Bank) -> None:
         """Nobody uses it any more, and no step of it was interrupted; the longest unused are forgotten."""
         bank.leave(range(len(bank.last_B)))
-        self._free[bank.key] = bank
+        other = self._free.pop(bank.key, bank)  # two were in use at a time
+        self._free[bank.key] = max(bank, other, key=lambda one: one.longest)
         most = _BYTES
         if bank.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(bank.device)
@@ -50,6 +62,23 @@ def banks_of(model: Transformer) -> Banks:
     """Those of this model; they live and die with it."""
     found: Banks = model.__dict__.setdefault("banks", Banks())
     return found
+
+
+def capacity(model: Transformer, slots: int, longest: int) -> int:
+    """The tokens that each of `slots` rows is given room for if it needs `longest`.
+
+    A power of two, or in steps of an eighth of that, at least 128, where that saves much memory.
+    """
+    whole = _whole(model, longest)
+    step = max(_LEAST, bucket(longest, _LEAST) // 8)
+    close = min(-(-longest // step) * step, whole)
+    shapes = cast(PlainStack, model.decoder).cache_shapes
+    token = sum(shape.heads * (shape.key + shape.value) for shape in shapes) * model.embedding.weight.element_size()
+    return close if (whole - close) * slots * token >= _WORTH else whole
+
+
+def _whole(model: Transformer, longest: int) -> int:
+    return min(bucket(longest, _LEAST), model.config.context)
 
 
 def _key(model: Transformer, slots: int, longest: int, source: int) -> Hashable:

@@ -86,7 +86,7 @@ class Engine:
         two = self._scorer.family == "encoder-decoder"
         self._size = (
             bucket(slots),
-            min(bucket(self._longest, 128), context),
+            self._longest,
             min(bucket(source or context, 32), context) if two else 0,
         )
         self._bank: Bank | None = None

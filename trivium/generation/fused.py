@@ -133,6 +133,7 @@ class Fused:
                 query, key, value, is_causal=True, scale=part.scale, enable_gqa=part.grouped
             )
             mixed_ND = mixed_nHTE.transpose(1, 2).reshape(len(x_ND), -1)
+            del normed_ND, packed, query, key, value  # else they would lie beside the hidden layer
             self._leave(layer, x_ND, mixed_ND)
         return cast(SoftmaxOutput, self.output).logits(step.norm(x_ND.index_select(0, ends_n), self.final))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from trivium.generation.graphs import Recorder, differ
+from trivium.generation.graphs import Recorder, differ, own_scratch
 from trivium.generation.rows import Row
 
 _SIZES = 16  # that are kept captured
@@ -47,6 +47,19 @@ class Joining(NamedTuple):
         ids, ends_n, lengths_n, slots_n, settings = torch.split(told, sizes)
         settings_n5 = settings.view(torch.float32)[: 5 * rows].view(rows, 5)
         return cls(ids.view(rows, tokens), ends_n, lengths_n, slots_n, settings_n5)
+
+    def parts(self, most: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Ids, ends and slots of some rows after others, with at most `most` tokens unless a single row has more.
+
+        A row that is there once more is read from its own copy: the first may be in another part.
+        """
+        rows, tokens = self.ids_nt.shape
+        count = max(1, most // tokens)
+        if rows <= count:
+            return [(self.ids_nt, self.ends_n, self.slots_n)]
+        at_n = torch.arange(rows, device=self.ends_n.device) % count
+        own_n = self.ends_n % tokens + at_n * tokens
+        return list(zip(*(torch.split(one, count) for one in (self.ids_nt, own_n, self.slots_n)), strict=True))
 
 
 def tell(slots: Sequence[int], rows: Sequence[Row], settings: Sequence[Sequence[float]], size: Size) -> Tensor:
@@ -111,8 +124,9 @@ class Captures:
         restore: Callable[[], None],
     ) -> None:
         """Record `work` on `told`, and let the rarest go; it must repeat its scores, and leaves no trace."""
-        expected = work().clone()
-        restore()
+        with own_scratch():  # else there is one here and one on the recorder's stream, 32 MiB each on an H200
+            expected = work().clone()
+            restore()
         graph, found = recorder.record(work, warm=1, restore=restore)
         graph.replay()
         wrong = differ(found, expected)

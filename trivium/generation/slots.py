@@ -35,6 +35,8 @@ RING = 16  # steps whose tokens are kept until the host has read them
 # TinyLlama's 797 instead of 958, and 300 replays gave the same bits.
 BOLD = True
 _CAPTURED = 16_384  # tokens of prompts at most whose reading is captured: more would hold much memory
+_PART = 2048  # tokens that go through the layers together: by count, 8,192 of GPT-2 need 189 MB of scratch, these 47
+_LARGE = 8192  # without a graph: the host, which starts kernel after kernel, might not keep up with smaller parts
 
 
 def direct(model: Transformer) -> bool:
@@ -242,16 +244,14 @@ class Bank:
         kind = Kind.of([row.request.sampling for row in rows])
         if not self._quickly(slots, rows, kind):
             size = Size.of(rows)
-            given = Joining.of(self._sent(self._told(slots, rows, size)), size)
-            self._seat(given, self._plainly(given.slots_n, rows), kind)
+            told = self._told(slots, rows, size)
+            given = Joining.of(told.to(self.device, non_blocking=True), size)
+            self._seat(given, self._plainly(given.slots_n, rows, _LARGE), kind)
         self.written += 1
 
     def _told(self, slots: Sequence[int], rows: Sequence[Row], size: Size) -> Tensor:
         told = tell(slots, rows, self.chooser.settings(rows), size)
         return told.pin_memory() if self.device.type == "cuda" else told
-
-    def _sent(self, told: Tensor) -> Tensor:
-        return told.to(self.device, non_blocking=True)
 
     def _seat(self, given: Joining, logits_nV: Tensor, kind: Kind) -> None:
         """Choose the first token of rows whose prompts were read, and let them begin."""
@@ -263,8 +263,12 @@ class Bank:
         self.last_B.copy_(ids_B.clamp(min=0))
         self._keep(ids_B)
 
-    def _plainly(self, index_n: Tensor, rows: Sequence[Row]) -> Tensor:
+    def _plainly(self, index_n: Tensor, rows: Sequence[Row], most: int) -> Tensor:
         """Read prompts by the model itself into an ordinary cache, and copy that; the scores [n, V] behind them."""
+        count = max(1, most // max(max(len(row.ids), len(row.request.source)) for row in rows))
+        if len(rows) > count:
+            parts = [slice(at, at + count) for at in range(0, len(rows), count)]
+            return torch.cat([self._plainly(index_n[part], rows[part], most) for part in parts])
         tokens_nT, _ = right_padded([row.ids for row in rows], self.device)
         cache = self.model.cache(len(rows), tokens_nT.shape[1])
         inputs: dict[str, Any] = {}
@@ -287,12 +291,13 @@ class Bank:
         key, told = (size, kind), self._told(slots, rows, size)
         if self._read.replay(key, told):
             return True
-        sent = self._sent(told)
+        sent = told.to(self.device, non_blocking=True)
         given = Joining.of(sent, size)
 
         def read() -> Tensor:
             with evaluating(self.model):  # the output may have a dropout of its own
-                return fused.read(given.ids_nt, given.ends_n, given.slots_n)
+                scores = [fused.read(*part) for part in given.parts(_PART if small else _LARGE)]
+            return scores[0] if len(scores) == 1 else torch.cat(scores)
 
         def work() -> Tensor:
             logits_nV = read()
@@ -318,7 +323,7 @@ class Bank:
         last = self.cache.layers[-1]
         logits_nV = read()
         found = [kept[index_n, :, :shortest].clone() for kept in (last.keys, last.values)]
-        expected_nV = self._plainly(index_n, rows)
+        expected_nV = self._plainly(index_n, rows, _PART)
         expected = [kept[index_n, :, :shortest] for kept in (last.keys, last.values)]
         for pair in zip([logits_nV[: len(rows)], *found], [expected_nV, *expected], strict=True):
             if wrong := differ(*pair):

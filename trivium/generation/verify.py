@@ -24,7 +24,7 @@ class SlotReader:
         self._model, context = model, model.config.context
         two = min(bucket(len(source), 32), context) if source else 0
         with torch.inference_mode(False), torch.no_grad():  # others will use the bank outside of it
-            self._bank = banks_of(model).take(model, 1, min(bucket(longest, 128), context), two)
+            self._bank = banks_of(model).take(model, 1, min(longest, context), two)
         self._request = Request(ids=(0,), tokens=1, sampling=Sampling(temperature=0), seed=0, source=tuple(source))
         self._most = most
         self._sound = True  # no reading was interrupted
