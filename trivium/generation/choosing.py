@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trivium.generation.rows import Row
-from trivium.generation.sampling import Sampling, draw
+from trivium.generation.sampling import Sampling, by_kernel, draw
 
 
 class Kind(NamedTuple):
@@ -95,9 +95,7 @@ class Chooser:
         if kind.draws:
             shifted_nV = logits_nV - logits_nV.amax(-1, keepdim=True)
             kept_nV = shifted_nV / temperature.clamp(min=1e-30)
-            if kind.filters:
-                kept_nV = _ranked(kept_nV, top_k, top_p)
-            kept_nV = kept_nV.masked_fill(kept_nV < kept_nV.amax(-1, keepdim=True) + min_p, -math.inf)
+            kept_nV = _kept(kept_nV, top_k if kind.filters else None, top_p, min_p)
             numbers_nN = self.uniforms_BN if slots_n is None else self.uniforms_BN[slots_n]
             uniform_n = numbers_nN.gather(1, drawn_n[:, None])[:, 0]
             drawn = draw(kept_nV.softmax(-1), uniform_n)
@@ -134,6 +132,17 @@ def _settings(sampling: Sampling, vocab: int) -> list[float]:
     least = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
     temperature = 0.0 if sampling.greedy else max(sampling.temperature, 1e-30)
     return [temperature, k, sampling.top_p, least, sampling.repetition_penalty]
+
+
+def _kept(logits_nV: Tensor, top_k_n1: Tensor | None, top_p_n1: Tensor, min_p_n1: Tensor) -> Tensor:
+    """`keep_top_k`, `keep_top_p`, then `keep_min_p`; without a k only the last, whose p is a logarithm."""
+    if top_k_n1 is not None:
+        if by_kernel(logits_nV):
+            from trivium.parts.kernels.rank import ranked  # triton is there with CUDA only
+
+            return ranked(logits_nV, top_k_n1[:, 0], top_p_n1[:, 0], min_p_n1[:, 0])
+        logits_nV = _ranked(logits_nV, top_k_n1, top_p_n1)
+    return logits_nV.masked_fill(logits_nV < logits_nV.amax(-1, keepdim=True) + min_p_n1, -math.inf)
 
 
 def _ranked(logits_nV: Tensor, top_k_n1: Tensor, top_p_n1: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.errors import RequestError
+from trivium.parts.attention import TRITON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +92,11 @@ def keep_min_p(logits_BV: Tensor, p: float) -> Tensor:
     return logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
 
 
+def by_kernel(logits_BV: Tensor) -> bool:
+    """Whether ranks are found without a sort, by `parts/kernels/rank.py`: the same ids stay, up to rounding at p."""
+    return TRITON and logits_BV.device.type == "cuda" and logits_BV.dtype == torch.float32
+
+
 def distribution(logits_BV: Tensor, seen_BV: Tensor | None, sampling: Sampling) -> Tensor:
     """The probabilities to draw from; `seen` is True at ids that already occurred, needed only for the penalty."""
     if sampling.penalises:
@@ -99,6 +105,12 @@ def distribution(logits_BV: Tensor, seen_BV: Tensor | None, sampling: Sampling) 
     if sampling.greedy:
         return F.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1]).to(logits_BV.dtype)
     logits_BV = heat(logits_BV, sampling.temperature)
+    if (sampling.top_k or sampling.top_p < 1) and by_kernel(logits_BV):
+        from trivium.parts.kernels.rank import ranked  # triton is there with CUDA only
+
+        least = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+        asked = (min(sampling.top_k, logits_BV.shape[-1]), sampling.top_p, least)
+        return ranked(logits_BV, *(logits_BV.new_full((len(logits_BV),), value) for value in asked)).softmax(-1)
     logits_BV = keep_top_k(logits_BV, sampling.top_k)
     logits_BV = keep_top_p(logits_BV, sampling.top_p)
     return keep_min_p(logits_BV, sampling.min_p).softmax(-1)
