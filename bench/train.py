@@ -45,6 +45,7 @@ class Side(NamedTuple):
 
     run: Callable[[int], float]
     others: float  # the bytes that were on the device when it came there
+    warm: int = WARM
 
 
 def our_side(made: Job, base: Ground, others: float) -> Side:
@@ -76,7 +77,7 @@ def their_side(peer: nn.Module, base: Ground, recipe: Recipe, number: int) -> Si
         update(many)
         return float(sum(itertools.islice(count_of, many)))
 
-    return Side(run, others)
+    return Side(run, others, max(WARM, number if pairs_of(base.train) is not None else 0))  # every shape is seen
 
 
 def their_batches(base: Ground) -> Iterator[tuple[float, Inputs]]:
@@ -147,7 +148,7 @@ def lines(
     memory: dict[str, float | None] = {}
     for name, enter in waiting.items():
         side = found[name] = enter()
-        side.run(WARM)
+        side.run(side.warm)
         memory[name] = peak(device, side.others, partial(side.run, 2))
     tokens: dict[str, list[float]] = {name: [] for name in found}
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from bench import decode, peers, train
 from bench import table as table_module
-from bench.measure import Ceilings, ceilings, held, peak, size
+from bench.measure import Ceilings, ceilings, held, peak, recorded, size
 from bench.table import fastest, rounds, summary, table
 from bench.torch_transformer import TorchTransformer
 from bench.workloads import CLIP, GPT2_10M, TINY, WORKLOADS, dry, ground, marian, row
@@ -285,6 +285,17 @@ def test_a_table_without_work_has_no_columns_for_it() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the highest mark of memory is read from /proc")
+def test_what_graphs_keep_is_counted_once_and_nothing_else() -> None:
+    """As torch's allocator tells it: tensors are counted already, and freed ones of no graph are anybody's."""
+    segments: list[dict[str, Any]] = [
+        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 40},
+        {"segment_pool_id": (0, 3), "total_size": 1000, "allocated_size": 300},
+        {"segment_pool_id": [2, 1], "total_size": 20, "allocated_size": 0},
+        {"total_size": 5, "allocated_size": 0},
+    ]
+    assert recorded(segments) == 720
+
+
 def test_the_peak_of_memory_counts_what_a_side_takes_and_not_what_was_there_before() -> None:
     there = torch.ones(32 << 18)  # 32 MB, not counted
     found = peak(CPU, held(CPU), lambda: torch.ones(64 << 18).sum())

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 # Columns of the table, entries of each at a time, and warps: two columns for each thread, whose entries never leave
-# it until the look is over; with 32 KB under way a multiprocessor need not wait for the cache. A prediction.
-WIDE, TALL, WARPS = 1024, 8, 16
+# it until the look is over. On an H200, 64 rows of 50,257 with k = 50 and p = 0.95: 72 us, 87 with entries by eight, 80
+# with 32 warps, 81 with 8; the sort took 561.
+WIDE, TALL, WARPS = 1024, 4, 16
 
 _NARROWING = tl.constexpr(3)  # looks at the whole row before a part of it is laid aside, if only p is asked for
 _GUESSES = tl.constexpr(8)  # halvings between the lowest and the highest score for a first bound of the k-th
