@@ -147,12 +147,15 @@ class Task(NamedTuple):
 def lines(sides: dict[str, Side], task: Task, half: bool, number: int, ceiling: Ceilings) -> list[Line]:
     """The table of `number` rounds."""
     models = {id(side.model): side.model for side in sides.values()}.values()
-    device = next(sides["trivium"].model.parameters()).device
+    ours = sides["trivium"].model
+    device = next(ours.parameters()).device
     if half and device.type == "cuda":  # once only: each type is compiled anew
         _ = [model.bfloat16() for model in models]
+    arrange(ours)  # as `tv.load` does
     memory = checked(sides, device)
     if half:  # after the check: bfloat16 has ties, and which of two equals wins is chance
         _ = [model.bfloat16() for model in models]
+        arrange(ours)
     runs = {name: sides[name].run for name in memory}
     if half and device.type != "cuda":
         rounds(runs, 1, device, time.perf_counter)  # warm-up of the other type
@@ -175,8 +178,6 @@ def decoding(args: argparse.Namespace, device: torch.device, half: bool, ceiling
     if prompt + tokens > model.context:
         raise SystemExit(f"--prompt and --tokens are more than the context of {model.context}; lower one of them")
     first, second = twins(model, device)
-    if device.type == "cpu":
-        arrange(first)  # as `tv.load` does
     generator = torch.Generator().manual_seed(2)
     prompts: Texts = torch.randint(model.vocab, (args.batch, prompt), generator=generator).tolist()
     sides = {"trivium": Side(first, our_decoding(first, prompts, tokens))}
@@ -202,8 +203,6 @@ def translating(args: argparse.Namespace, device: torch.device, half: bool, ceil
         found = sentences(Path(scratch), args.sentences, together=sizes[0], tiny=args.tiny, data=args.data)
     model = marian(found.vocab, tiny=args.tiny)
     first, second = twins(model, device)
-    if device.type == "cpu":
-        arrange(first)
     sides = {"trivium": Side(first, our_search(first, found, BEAMS))}
     if args.against == "hf":
         sides |= {f"hf {size}": Side(second, their_search(second, found, BEAMS, size, device)) for size in sizes}

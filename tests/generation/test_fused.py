@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import trivium
 from tests.generation import tiny
@@ -29,7 +30,7 @@ from trivium.interop.quantize import quantize
 from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
+from trivium.parts.attention import MultiHead, MultiHeadAttention
 from trivium.parts.embeddings import Tokens
 from trivium.parts.feedforward import Glu, Mlp
 from trivium.parts.norms import LayerNorm, RMSNorm
@@ -146,6 +147,31 @@ def test_a_fused_step_reads_weights_of_few_bits(name: str, bits: int, rows: int,
     made.to(DEVICE)
     assert recognised(made)
     steps_agree(made, rows, 2e-5, bold=bold)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_weights_that_lie_side_by_side_are_not_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trivium.generation.fused import Fused
+
+    monkeypatch.setattr("trivium.parts.attention.columns", lambda weight: weight)  # rows, as on a GPU
+    made = model(BLOCKS[name])
+    bank = Bank(made, 2, CONTEXT, 0)
+    copying = Fused(made, bank.cache, bank.slots, bank.last_B)
+    for part in made.modules():
+        if isinstance(part, MultiHeadAttention):
+            part.pack()
+    sharing = Fused(made, bank.cache, bank.slots, bank.last_B)
+    assert len(copying.copies) > 3
+    assert [one.shape for one in sharing.copies] == [sharing.arrived.shape]
+    for layer in sharing.layers:
+        query = layer.attention.query.weight
+        assert isinstance(layer.qkv, Tensor)
+        assert layer.qkv.data_ptr() == query.data_ptr()
+        query.mul_(0.5)  # is seen without a refresh
+    sharing.refresh()
+    steps_agree(made, 2, 2e-5, bold=False)
 
 
 def steps_agree(made: Transformer, rows: int, close: float, *, bold: bool) -> None:

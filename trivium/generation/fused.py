@@ -39,8 +39,9 @@ class _Layer(NamedTuple):
     """One block by its weights."""
 
     before_attention: step.Scale
-    qkv: Matrix  # the three matrices one below the other, a copy
+    qkv: Matrix  # the three matrices one below the other
     qkv_bias: Tensor | None
+    copied: bool  # whether these two are copies
     out: Linear | QuantizedLinear
     before_feedforward: step.Scale
     up: Linear | QuantizedLinear
@@ -77,14 +78,17 @@ class Fused:
     @property
     def copies(self) -> list[Tensor]:
         """The weights that it holds a second time, and its scratch."""
-        biases = [layer.qkv_bias for layer in self.layers if layer.qkv_bias is not None]
-        return [self.arrived, *(one for layer in self.layers for one in _tensors(layer.qkv)), *biases]
+        layers = [layer for layer in self.layers if layer.copied]
+        biases = [layer.qkv_bias for layer in layers if layer.qkv_bias is not None]
+        return [self.arrived, *(one for layer in layers for one in _tensors(layer.qkv)), *biases]
 
     def refresh(self) -> None:
         """Copy again what is copied: the weights may have changed where they lie."""
         copies: list[Tensor] = []
         originals: list[Tensor] = []
         for layer in self.layers:
+            if not layer.copied:
+                continue
             parts = (layer.attention.query, layer.attention.key, layer.attention.value)
             sizes = [part.out_features for part in parts]
             copies += [one for whole in _tensors(layer.qkv) for one in torch.split(whole, sizes)]
@@ -94,7 +98,8 @@ class Fused:
             if layer.qkv_bias is not None:
                 copies += torch.split(layer.qkv_bias, sizes)
                 originals += [part.bias.detach() for part in parts]
-        torch._foreach_copy_(copies, originals)
+        if copies:
+            torch._foreach_copy_(copies, originals)
 
     def forward(self) -> Tensor:
         """One token of every row."""
@@ -235,11 +240,18 @@ def _known(block: nn.Module) -> bool:
 def _layer(block: StandardBlock, cache: LayerCache, turn: Turn | None) -> _Layer:
     part = cast(MultiHeadAttention, block.attention)
     network = cast("MlpFeedForward | GluFeedForward", block.feedforward)
-    three = (part.query, part.key, part.value)
+    three, laid = (part.query, part.key, part.value), part.side_by_side
+    if laid is not None and laid.weight.is_contiguous():
+        whole: Matrix = laid.weight
+        bias = laid.bias
+    else:
+        laid, whole = None, _together([_matrix(one) for one in three])
+        bias = None if part.query.bias is None else torch.cat([one.bias.detach() for one in three])
     return _Layer(
         before_attention=_scale(cast(PreConnection, block.around_attention).norm),
-        qkv=_together([_matrix(one) for one in three]),
-        qkv_bias=None if part.query.bias is None else torch.cat([one.bias.detach() for one in three]),
+        qkv=whole,
+        qkv_bias=bias,
+        copied=laid is None,
         out=part.out,
         before_feedforward=_scale(cast(PreConnection, block.around_feedforward).norm),
         up=network.up,

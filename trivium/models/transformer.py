@@ -222,21 +222,21 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     Before it is filled this takes no more memory than its weights will; afterwards those that move are held twice.
     """
     model.to(device)
-    if device.type == "cpu":
-        arrange(model)
+    arrange(model)
 
 
 def arrange(model: nn.Module) -> None:
-    """Lay a model's weights out for decoding on the CPU; values, names and shapes stay the same.
+    """Lay a model's weights out for decoding where they are; values, names and shapes stay the same.
 
     What lies so already is not touched.
     """
     for module in model.modules():
-        if isinstance(module, MultiHeadAttention) and not _packed(module):
+        if isinstance(module, MultiHeadAttention) and module.side_by_side is None:
             module.pack()
     for module in model.modules():
         if isinstance(module, Linear) and module.role not in ("query", "key", "value"):
-            module.weight.data = columns(module.weight.data)
+            weight = module.weight.data
+            module.weight.data = columns(weight) if weight.device.type == "cpu" else weight
     _give_back()
 
 
@@ -244,15 +244,6 @@ def _give_back() -> None:
     """Let the system have what was freed: malloc keeps holes between blocks, here one for every attention."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # a C library without it does as it always did
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _packed(part: MultiHeadAttention) -> bool:
-    """Whether the weights are those that were packed once, and not others that were put in their place."""
-    if part.packed is None:
-        return False
-    layers = (part.query, part.key, part.value)
-    parts = [layer.weight for layer in layers] + [layer.bias for layer in layers if layer.bias is not None]
-    return part.packed.places == [one.data_ptr() for one in parts]
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -246,8 +246,8 @@ class MultiHeadAttention(nn.Module):
 
         They are `bare` if scaled dot-product attention takes them as they are, and makes their gradients apart.
         """
-        one = self.packed if not torch.is_grad_enabled() else None
-        if one is not None and one.places == self._places():  # else somebody has put other weights in their place
+        one = self.side_by_side if not torch.is_grad_enabled() else None
+        if one is not None:
             parts: Sequence[Tensor] = torch.split(product(x_BTD, one.weight, one.bias), one.sizes, dim=-1)
         elif self._one(x_BTD):
             return self._whole(x_BTD, bare)
@@ -287,6 +287,11 @@ class MultiHeadAttention(nn.Module):
         able = PARTED and TRITON and not self.query.narrow and self.query_norm is None
         return able and working(x) == torch.bfloat16
 
+    @property
+    def side_by_side(self) -> Packed | None:
+        """What was packed, unless somebody has put other weights in their place."""
+        return self.packed if self.packed is not None and self.packed.places == self._places() else None
+
     def pack(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""
         layers = (self.query, self.key, self.value)
@@ -295,7 +300,8 @@ class MultiHeadAttention(nn.Module):
         if len({layer.in_features for layer in layers}) > 1:
             return  # cross-attention to another width
         sizes = [layer.out_features for layer in layers]
-        weight = columns(torch.cat([layer.weight.detach() for layer in layers]))
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        weight = columns(weight) if weight.device.type == "cpu" else weight
         for layer, part in zip(layers, torch.split(weight, sizes), strict=True):
             layer.weight.data = part
         bias: Tensor | None = None
