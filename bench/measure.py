@@ -57,17 +57,15 @@ def _fastest(run: Callable[[], object], device: torch.device, clock: Callable[[]
 def peak(device: torch.device, others: float, run: Callable[[], object]) -> float | None:
     """The most bytes that are held at a time while a side runs, without those of `others`.
 
-    On a GPU these are tensors, and what CUDA graphs keep for theirs between replays; on the CPU pages, so that it says
-    more than it should by what the allocator keeps.
+    On a GPU these are tensors, and what CUDA graphs keep for theirs between replays; `run` records none any more, or
+    theirs would be counted twice. On the CPU pages, so that it says more than it should by what the allocator keeps.
     """
     if device.type == "cuda":
         wait(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()
         wait(device)
-        kept = recorded(torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
-        # while a graph is recorded its tensors are counted as such, when it is replayed they are not
-        return max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device) + kept) - others
+        return torch.cuda.max_memory_allocated(device) + _graphs() - others
     if CLEAR.exists():
         CLEAR.write_text("5")  # the highest mark begins anew
     run()
@@ -84,8 +82,12 @@ def held(device: torch.device) -> float:
     """The bytes that are held now."""
     if device.type == "cuda":
         wait(device)
-        return torch.cuda.memory_allocated(device)
+        return torch.cuda.memory_allocated(device) + _graphs()
     return _resident("VmRSS")
+
+
+def _graphs() -> int:
+    return recorded(torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
 
 
 def size(model: nn.Module) -> int:

@@ -285,7 +285,6 @@ def test_a_table_without_work_has_no_columns_for_it() -> None:
     assert head.split() == [column for column in COLUMNS if column not in ("TFLOP/s", "ceiling", "GB")]
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the highest mark of memory is read from /proc")
 def test_what_graphs_keep_is_counted_once_and_nothing_else() -> None:
     """As torch's allocator tells it: tensors are counted already, and freed ones of no graph are anybody's."""
     segments: list[dict[str, Any]] = [
@@ -297,12 +296,26 @@ def test_what_graphs_keep_is_counted_once_and_nothing_else() -> None:
     assert recorded(segments) == 720
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the highest mark of memory is read from /proc")
 def test_the_peak_of_memory_counts_what_a_side_takes_and_not_what_was_there_before() -> None:
     there = torch.ones(32 << 18)  # 32 MB, not counted
     found = peak(CPU, held(CPU), lambda: torch.ones(64 << 18).sum())
     assert found is not None
     assert 55e6 < found < 90e6  # 64 MB
     assert len(there)
+
+
+def test_a_side_is_not_charged_for_the_graphs_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, pools = torch.device("cuda"), [{"segment_pool_id": (0, 1), "total_size": 500, "allocated_size": 0}]
+    monkeypatch.setattr("bench.measure.wait", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pools)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
+    before = held(cuda)
+    assert peak(cuda, before, lambda: None) == 30
+    own = {"segment_pool_id": (0, 2), "total_size": 9, "allocated_size": 1}
+    assert peak(cuda, before, lambda: pools.append(own)) == 38
 
 
 def test_the_size_of_a_model_is_that_of_its_weights() -> None:

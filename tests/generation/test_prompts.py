@@ -319,6 +319,11 @@ def test_parts_have_every_row_once_and_no_more_tokens_than_they_may(
             assert end // tokens == (at if len(parts) > 1 or slot == at else 0)
             assert ids[: end % tokens + 1].tolist() == here[slot].ids
     assert [slot for _, _, slots in parts for slot in slots.tolist()] == [*range(rows), *[0] * more]
+    # each reading of a row has scores of its own here: all places of a row get those of the first
+    scores = torch.arange(rows + more, dtype=torch.float32)[:, None]
+    gathered = whole.gathered(torch.split(scores, [len(ids) for ids, _, _ in parts]))
+    first = [0] * more if len(parts) > 1 else list(range(rows, rows + more))
+    assert gathered[:, 0].tolist() == [*range(rows), *first]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from trivium.errors import RequestError
+from trivium.generation import sampling as module
 from trivium.generation.sampling import (
     Sampling,
     Uniforms,
@@ -197,3 +200,28 @@ def test_random_numbers_depend_on_seed_and_sample_only() -> None:
 def test_a_bad_setting_is_refused_by_name(make: Callable[[], Sampling], key: str) -> None:
     with pytest.raises(RequestError, match=f"^{key}: "):
         make()
+
+
+class Ranking:
+    """In the place of the kernel's module, which needs Triton."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def ranked(self, logits_nV: Tensor, top_k_n: Tensor, top_p_n: Tensor, min_p_n: Tensor) -> Tensor:
+        if self.what == "no compiler":
+            raise RuntimeError("no C compiler")
+        rows = zip(logits_nV[:, None], top_k_n.tolist(), top_p_n.tolist(), min_p_n.exp().tolist(), strict=True)
+        kept = [keep_min_p(keep_top_p(keep_top_k(row, int(k)), p), least) for row, k, p, least in rows]
+        return torch.cat(kept) * (2 if self.what == "other numbers" else 1)
+
+
+@pytest.mark.parametrize("what", ["right", "no compiler", "other numbers"])
+def test_a_kernel_that_does_not_do_what_the_sort_does_is_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trivium.parts.kernels.rank", cast(ModuleType, Ranking(what)))
+    proven = module._proven.__wrapped__  # without what it remembers
+    if what == "right":
+        assert proven(torch.device("cpu"))
+        return
+    with pytest.warns(UserWarning, match="top-k and top-p by sorting"):
+        assert not proven(torch.device("cpu"))

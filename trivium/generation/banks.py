@@ -22,7 +22,7 @@ class Banks:
     """Those of one model, one for every power of two that its rows' tokens may come to.
 
     The first is only as large as was asked for; if that proves too small, it has the power of two. So texts of varying
-    length need two sets of graphs for each at most.
+    length, one after another, need two sets of graphs for each at most.
     """
 
     def __init__(self) -> None:

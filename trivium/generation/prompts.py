@@ -61,6 +61,15 @@ class Joining(NamedTuple):
         own_n = self.ends_n % tokens + at_n * tokens
         return list(zip(*(torch.split(one, count) for one in (self.ids_nt, own_n, self.slots_n)), strict=True))
 
+    def gathered(self, scores: Sequence[Tensor]) -> Tensor:
+        """The scores [n, V] of all rows out of those of the parts; a row that is there once more has the first's.
+
+        It has been read once more, maybe in a part of another size, where the last bits of its own may be others.
+        """
+        if len(scores) == 1:
+            return scores[0]
+        return torch.cat(list(scores)).index_select(0, self.ends_n // self.ids_nt.shape[1])
+
 
 def tell(slots: Sequence[int], rows: Sequence[Row], settings: Sequence[Sequence[float]], size: Size) -> Tensor:
     """All of it as one row of numbers, on the host."""

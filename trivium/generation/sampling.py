@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +96,29 @@ def keep_min_p(logits_BV: Tensor, p: float) -> Tensor:
 
 def by_kernel(logits_BV: Tensor) -> bool:
     """Whether ranks are found without a sort, by `parts/kernels/rank.py`: the same ids stay, up to rounding at p."""
-    return TRITON and logits_BV.device.type == "cuda" and logits_BV.dtype == torch.float32
+    able = TRITON and logits_BV.device.type == "cuda" and logits_BV.dtype == torch.float32
+    return able and _proven(logits_BV.device)
+
+
+@cache
+def _proven(device: torch.device) -> bool:
+    """Whether that kernel can be built here and keeps what the sort keeps, tried once."""
+    logits_BV = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).mul(3).to(device)
+    asked = ((20, 0.9, 0.01), (0, 0.5, 0.0), (7, 1.0, 0.05))
+    try:
+        from trivium.parts.kernels.rank import ranked  # triton is there with CUDA only
+
+        settings_3B = torch.tensor([(k, p, math.log(least) if least else -math.inf) for k, p, least in asked]).t()
+        found_BV = ranked(logits_BV, *settings_3B.to(device))
+    except Exception as error:  # whatever a compiler raises: there is another way
+        warnings.warn(f"top-k and top-p by sorting: their kernel cannot be used ({error})", stacklevel=2)
+        return False
+    rows = zip(logits_BV[:, None], asked, strict=True)
+    plain = torch.cat([keep_min_p(keep_top_p(keep_top_k(row, k), p), least) for row, (k, p, least) in rows])
+    if torch.equal(found_BV, plain):
+        return True
+    warnings.warn("top-k and top-p by sorting: their kernel keeps other ids here", stacklevel=2)
+    return False
 
 
 def distribution(logits_BV: Tensor, seen_BV: Tensor | None, sampling: Sampling) -> Tensor:

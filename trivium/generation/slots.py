@@ -297,7 +297,7 @@ class Bank:
         def read() -> Tensor:
             with evaluating(self.model):  # the output may have a dropout of its own
                 scores = [fused.read(*part) for part in given.parts(_PART if small else _LARGE)]
-            return scores[0] if len(scores) == 1 else torch.cat(scores)
+            return given.gathered(scores)
 
         def work() -> Tensor:
             logits_nV = read()

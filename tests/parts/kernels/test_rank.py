@@ -91,11 +91,16 @@ def test_the_ids_that_stay_are_those_of_a_sort(kind: str, vocab: int) -> None:
     assert same(drawn(11, vocab, vocab, kind), asked_of(11, vocab, 1)) == 0
 
 
-def test_the_comparison_sees_a_wrong_id() -> None:
-    logits = drawn(1, 64, 0)
-    assert before(logits[0], (0, 0.5, 0.0)).sort().values.diff().max() > 1e-3
+def test_the_comparison_sees_a_wrong_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, asked = drawn(1, 64, 0), [(0, 0.5, 0.0)]
+    right = found(logits, asked)
+    wrong = right.clone()
+    wrong[0, int(logits[0].argmax())] = -math.inf  # far from the border
+    monkeypatch.setitem(globals(), "found", lambda logits, asked: right)
+    assert same(logits, asked) == 0
+    monkeypatch.setitem(globals(), "found", lambda logits, asked: wrong)
     with pytest.raises(AssertionError):
-        assert torch.equal(found(logits, [(5, 1.0, 0.0)]), plain(logits, [(4, 1.0, 0.0)]))
+        same(logits, asked)
 
 
 def test_of_equal_ids_the_first_stay_as_many_as_the_mass_needs() -> None:
