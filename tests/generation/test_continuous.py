@@ -18,7 +18,8 @@ from trivium.generation.continuous import Engine
 from trivium.generation.engine import Request, Token, stream
 from trivium.generation.rows import Row
 from trivium.generation.sampling import Sampling, Uniforms, distribution, draw
-from trivium.generation.slots import Bank, bucket
+from trivium.generation.sizes import bucket
+from trivium.generation.slots import Bank
 from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build

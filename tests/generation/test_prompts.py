@@ -20,7 +20,7 @@ from trivium.generation.engine import Request
 from trivium.generation.prompts import Joining, Size, tell
 from trivium.generation.rows import Row
 from trivium.generation.scorer import evaluating
-from trivium.generation.slots import Bank, rounded
+from trivium.generation.slots import Bank
 from trivium.models.transformer import Transformer
 from trivium.parts.cache import Cache
 from trivium.parts.output import SoftmaxOutput
@@ -272,15 +272,15 @@ def test_many_tokens_are_read_as_they_are_and_never_captured(monkeypatch: pytest
 @settings(max_examples=200, deadline=None)
 def test_sizes_are_few_and_waste_little(rows: int, tokens: int, longest: int) -> None:
     tokens = min(tokens, longest)
-    size = rounded(Size(rows, tokens), longest)
+    size = Size(rows, tokens).rounded(longest)
     assert rows <= size.rows < 2 * rows
     assert tokens <= size.tokens <= longest
     assert size.tokens - tokens < max(64, tokens / 4)
-    assert rounded(size, longest) == size
+    assert size.rounded(longest) == size
 
 
 def test_all_sizes_up_to_a_context_are_some_dozen() -> None:
-    assert len({rounded(Size(1, tokens), 4096) for tokens in range(1, 4097)}) < 30
+    assert len({Size(1, tokens).rounded(4096) for tokens in range(1, 4097)}) < 30
 
 
 @settings(max_examples=60, deadline=None)

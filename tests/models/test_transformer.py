@@ -197,6 +197,20 @@ def test_a_stack_loses_the_same_features_of_its_states_in_all_places_of_a_row() 
     assert not torch.equal(lost_BTD[0], lost_BTD[1])
 
 
+def test_an_encoder_that_loses_features_loses_them_for_the_decoder_too() -> None:
+    encoder, decoder = Stack(layers=1, lock=0.5), Stack(layers=1, block=Block(cross=MultiHead()))
+    drawn = lively(ModelConfig(width=64, context=8, vocab=VOCAB, encoder=encoder, decoder=decoder))
+    seen, sides = list[Tensor](), {True: drawn.train, False: drawn.eval}
+    assert drawn.encoder is not None
+    drawn.encoder.register_forward_hook(lambda module, given, states: seen.append(states))
+    for training, switch in sides.items():
+        switch()
+        drawn(some_ids(3, 8), source=some_ids(3, 5))
+        lost_BSD = seen.pop() == 0
+        assert torch.equal(lost_BSD, lost_BSD[:, :1].expand_as(lost_BSD))
+        assert (10 < int(lost_BSD[0, 0].sum()) < 54) == training
+
+
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 def test_weights_fill_another_model_bit_for_bit(family: str) -> None:
     config = named(f"{family}: plain").config

@@ -8,7 +8,8 @@ from typing import cast
 
 import torch
 
-from trivium.generation.slots import Bank, bucket
+from trivium.generation.sizes import bucket, close
+from trivium.generation.slots import Bank
 from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
 
@@ -70,11 +71,10 @@ def capacity(model: Transformer, slots: int, longest: int) -> int:
     A power of two, or in steps of an eighth of that, at least 128, where that saves much memory.
     """
     whole = _whole(model, longest)
-    step = max(_LEAST, bucket(longest, _LEAST) // 8)
-    close = min(-(-longest // step) * step, whole)
+    near = min(max(_LEAST, close(longest, _LEAST)), whole)
     shapes = cast(PlainStack, model.decoder).cache_shapes
     token = sum(shape.heads * (shape.key + shape.value) for shape in shapes) * model.embedding.weight.element_size()
-    return close if (whole - close) * slots * token >= _WORTH else whole
+    return near if (whole - near) * slots * token >= _WORTH else whole
 
 
 def _whole(model: Transformer, longest: int) -> int:

@@ -16,7 +16,8 @@ from trivium.generation.choosing import Kind
 from trivium.generation.graphs import Landing, current
 from trivium.generation.rows import Request, Row, Token
 from trivium.generation.scorer import Scorer, evaluating
-from trivium.generation.slots import RING, Bank, able, bucket
+from trivium.generation.sizes import bucket
+from trivium.generation.slots import RING, Bank, able
 from trivium.models.transformer import Transformer
 
 _PREFILL = 32_768  # prompt tokens, padding included, that are read at once

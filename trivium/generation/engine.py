@@ -15,7 +15,7 @@ from trivium.generation.continuous import Engine, slotted
 from trivium.generation.rows import Reason, Request, Row, Token
 from trivium.generation.sampling import Sampling, distribution, draw, penalise
 from trivium.generation.scorer import Prompt, Reading, Scorer, allowed, evaluating, require_finite
-from trivium.generation.slots import bucket
+from trivium.generation.sizes import bucket
 from trivium.models.transformer import Transformer
 
 __all__ = ["Reason", "Request", "Stream", "Token", "continuous", "evaluating", "logprobs_of", "stream"]

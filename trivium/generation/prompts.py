@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trivium.generation.graphs import Recorder, differ, own_scratch
 from trivium.generation.rows import Row
+from trivium.generation.sizes import bucket, close
 
 _SIZES = 16  # that are kept captured
 
@@ -28,6 +29,10 @@ class Size(NamedTuple):
     def of(cls, rows: Sequence[Row]) -> Size:
         """Just as large as they are."""
         return cls(len(rows), max(len(row.ids) for row in rows))
+
+    def rounded(self, longest: int) -> Size:
+        """One of few sizes: rows by powers of two, tokens in steps of at least 64."""
+        return Size(bucket(self.rows), min(close(self.tokens, 64), longest))
 
 
 class Joining(NamedTuple):

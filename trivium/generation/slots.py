@@ -283,7 +283,7 @@ class Bank:
 
     def _quickly(self, slots: Sequence[int], rows: Sequence[Row], kind: Kind) -> bool:
         """Read by fused kernels straight into the slots and seat the rows, unless that is known to be wrong."""
-        fused, size = self._fused, rounded(Size.of(rows), self.longest)
+        fused, size = self._fused, Size.of(rows).rounded(self.longest)
         small = size.rows * size.tokens <= _CAPTURED
         size = size if small else Size.of(rows)
         if fused is None or self._reads is False or not fused.reads(size.tokens):
@@ -384,15 +384,3 @@ class Bank:
     def give_back(self, landing: Landing) -> None:
         """The host has read these tokens."""
         self._landings.append(landing.tokens)
-
-
-def bucket(size: int, least: int = 1) -> int:
-    """The next power of two: few sizes mean few graphs."""
-    return max(least, 1 << (size - 1).bit_length())
-
-
-def rounded(size: Size, longest: int) -> Size:
-    """One of few sizes: powers of two, and tokens in steps of an eighth of that, at least 64."""
-    whole = bucket(size.tokens, 16)
-    step = min(whole, max(64, whole // 8))
-    return Size(bucket(size.rows), min(-(-size.tokens // step) * step, longest))

@@ -13,7 +13,7 @@ from trivium.generation.banks import banks_of
 from trivium.generation.choosing import send
 from trivium.generation.rows import Request, Row
 from trivium.generation.sampling import Sampling
-from trivium.generation.slots import bucket
+from trivium.generation.sizes import bucket
 from trivium.models.transformer import Transformer
 
 

@@ -35,7 +35,8 @@ class Stack:
     block: AnyBlock = place(BLOCKS, Block())
     pattern: tuple[str, ...] = ()
     variants: Mapping[str, AnyBlock] = variants("block")
-    lock: float = 0.0  # share of the features of its last states that a row loses in all of its places (AWD-LSTM)
+    # share of the features of its last states that a row loses in all of its places (AWD-LSTM): for whoever reads them
+    lock: float = 0.0
 
     def __post_init__(self) -> None:
         at_least("layers", self.layers, 1, 10_000)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Keys from which on our kernel for a trained bias pays, forward and backward of 64 rows on an H200: 512 took 1.05 ms
 # instead of 2.2; 114, causal, 0.140 where torch's memory-efficient kernel and the making of its mask took 0.189. Fewer
-# were not measured. The smaller blocks of up to 128 were seen right in Triton's interpreter, not yet on a GPU.
+# were not measured.
 FLASH = 64
 LONG = 1 << 30  # keys from which on leaving out blocks pays: not measured on a GPU yet, so nothing is that long
 
