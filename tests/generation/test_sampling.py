@@ -165,6 +165,26 @@ def test_a_token_of_probability_zero_is_never_drawn_at_either_end() -> None:
     assert draw(probabilities.expand(3, -1), ends).tolist() == [1, 3, 3]
 
 
+@given(st.integers(1, 1500), st.integers(0, 2**31), st.floats(0.0, 0.99), st.sampled_from([0, 1 << 16]))
+@settings(max_examples=60, deadline=None)
+def test_the_draw_is_that_of_one_long_sum(vocab: int, seed: int, empty: float, many: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(7, vocab, generator=generator) * 4
+    scores[:, 1:][torch.rand(7, vocab - 1, generator=generator) < empty] = -math.inf
+    probabilities, numbers = scores.softmax(-1), torch.rand(7, generator=generator, dtype=torch.float64)
+    numbers[:2] = torch.tensor([0.0, 1 - 2**-53])
+    with pytest.MonkeyPatch.context() as patch:  # by pieces, or as a CPU does it for few
+        patch.setattr(module, "_MANY", many)
+        ids = draw(probabilities, numbers)
+    total = probabilities.double().cumsum(-1)
+    target = numbers * total[:, -1]
+    rows = torch.arange(7)
+    assert (probabilities[rows, ids] > 0).all()
+    # up to the rounding of sums in another order
+    assert (total[rows, ids] > target - 1e-12).all()
+    assert (total[rows, ids] - probabilities[rows, ids] <= target + 1e-12).all()
+
+
 def test_the_draw_is_the_inverse_of_the_cumulated_probabilities() -> None:
     probabilities = torch.tensor([[0.25, 0.5, 0.25]])
     numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999])

@@ -140,17 +140,35 @@ def distribution(logits_BV: Tensor, seen_BV: Tensor | None, sampling: Sampling) 
     return keep_min_p(logits_BV, sampling.min_p).softmax(-1)
 
 
+# Ids whose probabilities are added up together, where there are many: a sum over all of them at once is one long chain
+# on a GPU (114 of 309 us for 64 rows of GPT-2), and eight rows of it took one core of a CPU 0.5 to 0.7 ms instead of 0.26.
+_PIECE, _MANY = 256, 1 << 16
+
+
 def draw(probabilities_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """The ids [B] where each row's cumulated probability passes its uniform number in [0, 1): inverse CDF."""
+    rows, vocab = probabilities_BV.shape
     # float32 sums over 50k ids lose the tail; mps has no float64
     wide = torch.float32 if probabilities_BV.device.type == "mps" else torch.float64
-    total_BV = probabilities_BV.to(wide).cumsum(-1)
-    last_B1 = total_BV[..., -1:]
-    # strictly below the total, however the product rounds: an id of probability 0 is never drawn
-    below_B1 = torch.nextafter(last_B1, torch.zeros_like(last_B1))
-    uniform_B1 = uniform_B.to(wide).to(last_B1.device)[..., None]
-    target_B1 = torch.minimum(uniform_B1 * last_B1, below_B1)
-    return torch.searchsorted(total_BV, target_B1, right=True).squeeze(-1)
+    uniform_B1 = uniform_B.to(wide).to(probabilities_BV.device)[:, None]
+    if probabilities_BV.device.type == "cpu" and rows * vocab < _MANY:
+        total_BV = probabilities_BV.to(wide).cumsum(-1)
+        return _passing(total_BV, uniform_B1 * total_BV[:, -1:]).squeeze(-1)
+    pieces_BNK = F.pad(probabilities_BV, (0, -vocab % _PIECE)).view(rows, -1, _PIECE)
+    total_BN = pieces_BNK.sum(-1, dtype=wide).cumsum(-1)
+    target_B1 = uniform_B1 * total_BN[:, -1:]
+    piece_B1 = _passing(total_BN, target_B1)
+    before_B1 = F.pad(total_BN, (1, 0)).gather(1, piece_B1)
+    inside_BK = pieces_BNK.gather(1, piece_B1[..., None].expand(-1, -1, _PIECE))[:, 0].to(wide).cumsum(-1)
+    return (piece_B1 * _PIECE + _passing(inside_BK, target_B1 - before_B1)).squeeze(-1)
+
+
+def _passing(total_BN: Tensor, target_B1: Tensor) -> Tensor:
+    """The first place of each row whose running total is more than the target."""
+    last_B1 = total_BN[:, -1:]
+    # strictly below the whole, however it was rounded: what has no probability is never drawn
+    below_B1 = torch.minimum(target_B1, torch.nextafter(last_B1, torch.zeros_like(last_B1)))
+    return torch.searchsorted(total_BN, below_B1, right=True)
 
 
 class Uniforms:
