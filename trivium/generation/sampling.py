@@ -141,7 +141,7 @@ def distribution(logits_BV: Tensor, seen_BV: Tensor | None, sampling: Sampling) 
 
 
 # Ids whose probabilities are added up together, where there are many: a sum over all of them at once is one long chain
-# on a GPU (114 of 309 us for 64 rows of GPT-2), and one core of a CPU took 0.5 to 0.7 ms for eight rows instead of 0.26.
+# on a GPU (114 of 309 us for 64 rows of GPT-2), and took one core of a CPU 0.5 to 0.7 ms for eight rows, not 0.26.
 _PIECE, _MANY = 256, 1 << 16
 
 
