@@ -142,9 +142,20 @@ def test_logits_of_random_shapes_equal_those_of_transformers(count: Callable[[in
 
 
 @pytest.mark.full
+@torch.no_grad()
 def test_full_size_bert_equals_that_of_transformers() -> None:
     theirs, ours = bert_pair(bert.BERT["bert-base-uncased"], 0)
     tokens_BT, real_BT, segments_BT = text(bert.BERT["bert-base-uncased"], 0, length=128)
-    with torch.no_grad():
+
+    def both() -> tuple[Tensor, Tensor]:
         other = theirs(tokens_BT, attention_mask=real_BT.long(), token_type_ids=segments_BT).prediction_logits
-    near(logits(ours, tokens_BT, padding=real_BT, segments=segments_BT)[real_BT], other[real_BT])
+        return logits(ours, tokens_BT, padding=real_BT, segments=segments_BT)[real_BT], other[real_BT]
+
+    found, other = both()
+    theirs.double()
+    ours.double()
+    exact, expected = both()
+    near(exact, expected)
+    # In float32 twelve wide layers of such weights are off by 3e-4 in theirs too; another library for the products adds
+    # up in another order.
+    assert (found - exact).norm() < 1.5 * (other - expected).norm()
