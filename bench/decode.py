@@ -122,7 +122,7 @@ def checked(sides: dict[str, Side], device: torch.device) -> dict[str, float | N
         others = held(device) - size(side.model)
         try:
             texts[name] = side.run()
-            side.run()  # what is recorded at the second time is
+            side.run()  # some graphs are recorded at the second time
             memory[name] = peak(device, others, side.run)
         except Exception as error:
             if name == "trivium":
