@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.parts.drawing import drawn, random
 from trivium.errors import ConfigError
 from trivium.parts import feedforward
-from trivium.parts.feedforward import ACTIVATIONS, Activation, Glu, GluFeedForward, Mlp, MlpFeedForward
-from trivium.parts.linear import Linear
+from trivium.parts.feedforward import ACTIVATIONS, BENT, Activation, Glu, GluFeedForward, Mlp, MlpFeedForward
+from trivium.parts.kernels import fp8
+from trivium.parts.linear import Linear, narrowed
 from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8)
@@ -158,6 +159,152 @@ def test_kernels_are_for_plain_layers_in_training_on_a_gpu_in_bfloat16(monkeypat
                 assert not feedforward._by_kernel(x, plain, layer)
 
 
+def test_the_activations_that_have_kernels_have_a_way_without_them_in_float8() -> None:
+    assert set(BENT) == set(fp8.VALUES) == set(fp8.SLOPES)
+
+
+NARROW = Site(width=32, context=16)
+
+
+def taught(options: Mlp | Glu) -> MlpFeedForward | GluFeedForward:
+    """A part in training whose products are in float8."""
+    part = drawn(options.build(NARROW)).train()
+    assert isinstance(part, MlpFeedForward | GluFeedForward)
+    for parameter in part.parameters():
+        parameter.data *= 0.3
+    narrowed(part, True)
+    return part
+
+
+def outcome(part: nn.Module, rows: int = 16, call: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """The result under autocast and all gradients."""
+    x = random(2, rows // 2, 32, seed=5).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = part(x) if call is None else call(x)
+    moving = [parameter for parameter in part.parameters() if parameter.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, (x, *moving), random(*out.shape, seed=6).to(out.dtype))]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def made8(part: MlpFeedForward | GluFeedForward, x: Tensor) -> Tensor:
+    """The part by products in float8 alone, one after another."""
+    dtype = torch.bfloat16
+    if isinstance(part, GluFeedForward):
+        weight, bias = torch.cat((part.gate.weight, part.up.weight)), torch.cat((part.gate.bias, part.up.bias))
+        gate, up = fp8.product8(x, weight, bias, dtype).float().chunk(2, -1)
+        hidden = part.activation(gate) * up
+    else:
+        hidden = part.activation(fp8.product8(x, part.up.weight, part.up.bias, dtype).float())
+    return fp8.product8(hidden.to(dtype), part.down.weight, part.down.bias, dtype)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("options", [Mlp(activation="gelu"), Mlp(activation="relu2"), Glu(hidden=48, bias=True)])
+def test_in_float8_a_part_is_its_products_and_its_activation(options: Mlp | Glu, way: str) -> None:
+    part = taught(options)
+    compiled = torch.compile(part, backend="aot_eager", fullgraph=True) if way == "compiled" else None
+    found, expected = outcome(part, call=compiled), outcome(part, call=lambda x: made8(part, x))
+    assert torch.equal(found[0], expected[0])
+    for (name, _), one, other in zip([("x", None), *part.named_parameters()], found[1:], expected[1:], strict=True):
+        if name in ("up.bias", "gate.bias"):  # summed before the terms are rounded to bfloat16
+            assert (one - other).norm() < 4e-3 * other.norm()
+        else:
+            assert torch.equal(one, other), name
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each product in float8 whether its rows came rounded."""
+    seen: list[bool] = []
+    whole = fp8.product8
+
+    def product8(
+        x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ready: fp8.Scaled | None = None
+    ) -> Tensor:
+        seen.append(ready is not None)
+        return whole(x, weight, bias, dtype, ready)
+
+    monkeypatch.setattr(fp8, "product8", product8)
+    return seen
+
+
+def test_a_hidden_layer_is_rounded_once_unless_it_is_dropped_from(rounded: list[bool]) -> None:
+    for loss, lock in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5)):
+        for options in (Mlp(dropout=loss, lock=lock), Glu(hidden=48, dropout=loss, lock=lock)):
+            part = taught(options)
+            torch.manual_seed(0)
+            outcome(part.eval())
+            outcome(part.train())
+    assert rounded == [True] * 5 + [False, True, False] + [True, False, True, False]
+
+
+class Wrapped(nn.Module):
+    """As an adapter does it: another class around a layer."""
+
+    def __init__(self, inner: Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize("name", ["up", "down", "gate"])
+def test_layers_with_something_around_them_are_called_in_float8_too(name: str, rounded: list[bool]) -> None:
+    part = taught(Glu(hidden=48, bias=True))
+    expected = outcome(part)
+    setattr(part, name, Wrapped(getattr(part, name)))
+    rounded.clear()
+    found = outcome(part)
+    assert rounded == ([False] if name == "down" else [False] * 3)  # in order: gate, up and down, or down alone
+    # the gate's and the other's gradients have scales of their own then
+    for one, other in zip(found[:1], expected[:1], strict=True):
+        assert (one - other).norm() < 0.03 * other.norm()
+
+
+def test_sizes_that_do_not_fit_and_no_rows_go_in_bfloat16(rounded: list[bool]) -> None:
+    for options in (Mlp(), Glu(hidden=48)):
+        part = taught(options)
+        for rows in (0, 10):
+            narrowed(part, False)
+            plain = outcome(part, rows)
+            narrowed(part, True)
+            assert same(outcome(part, rows), plain)
+    odd = taught(Mlp(hidden=40))  # neither product fits
+    plain = outcome(odd)
+    narrowed(odd, False)
+    assert same(outcome(odd), plain)
+    assert not rounded
+
+
+def test_without_a_gradient_or_autocast_nothing_is_in_float8(rounded: list[bool]) -> None:
+    part, x = taught(Glu(hidden=48)), random(2, 8, 32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        quiet = part(x)
+    loud = part(x)
+    narrowed(part, False)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(quiet, part(x))
+    assert torch.equal(loud, part(x))
+    assert not rounded
+
+
+@pytest.mark.parametrize("options", [Mlp(), Glu(hidden=48, bias=True)])
+def test_frozen_weights_leave_the_other_gradients_as_they_are(options: Mlp | Glu) -> None:
+    part = taught(options)
+    result, grad_x, *grads = outcome(part)
+    for frozen, _ in list(part.named_parameters()):
+        part.get_parameter(frozen).requires_grad_(False)
+        kept = [grad for (name, _), grad in zip(part.named_parameters(), grads, strict=True) if name != frozen]
+        assert same(outcome(part), [result, grad_x, *kept])
+        part.get_parameter(frozen).requires_grad_(True)
+
+
 def bf16_gradients(part: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """The result in bfloat16 and all gradients."""
     x = random(3, 50, 64).cuda().requires_grad_()
@@ -207,3 +354,40 @@ def test_on_a_gpu_the_kernels_are_as_near_to_float64_as_the_plain_way(
     torch.cuda.synchronize()
     for found in (eager, compiled, replayed):
         assert all(error < most for error, most in zip(errors(found, exact), room, strict=True))
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and fp8.available(torch.device("cuda")) and fp8.KERNELS),
+    reason="needs a GPU with products in float8, and Triton",
+)
+@pytest.mark.parametrize("options", [Mlp(hidden=208), Mlp(activation="relu"), Glu(bias=True), Glu()])
+def test_on_a_gpu_in_float8_the_kernels_are_as_near_to_float64_as_the_plain_way(
+    options: Mlp | Glu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = drawn(options.build(Site(width=64, context=48))).cuda().train()
+    narrowed(part, True)
+    twin, x = copy.deepcopy(part).double(), random(4, 48, 64).cuda().double().requires_grad_()
+    out = twin(x)
+    back = random(*out.shape, seed=1).cuda().bfloat16()
+    exact = [out.detach(), *torch.autograd.grad(out, (x, *twin.parameters()), back.double())]
+
+    def found(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        given = x.detach().float().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            out = call(given)
+        return [out.detach(), *torch.autograd.grad(out, (given, *part.parameters()), back)]
+
+    monkeypatch.setattr(fp8, "KERNELS", False)
+    room = [1.1 * error + 1e-4 for error in errors(found(part), exact)]
+    monkeypatch.setattr(fp8, "KERNELS", True)
+    eager, again = found(part), found(part)
+    assert all(torch.equal(one, other) for one, other in zip(eager, again, strict=True))  # bits repeat
+    compiled = found(torch.compile(part, fullgraph=True))
+    torch._dynamo.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = found(part)
+    graph.replay()
+    torch.cuda.synchronize()
+    for way in (eager, compiled, replayed):
+        assert all(error < most for error, most in zip(errors(way, exact), room, strict=True))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trivium.parts.linear import Linear, columns, product
+from trivium.parts.linear import Linear, columns, in_float8, product
 
 
 @pytest.fixture
@@ -48,3 +48,16 @@ def test_columns_change_the_layout_and_nothing_else(shape: tuple[int, int]) -> N
     arranged = columns(weight)
     assert torch.equal(arranged, weight)
     assert arranged.stride() == ((1, shape[0]) if shape[0] > shape[1] else (shape[1], 1))
+
+
+def test_products_in_float8_are_those_of_training_under_autocast_that_fit() -> None:
+    x = torch.empty(2, 8, 32)
+    assert not in_float8(x, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert in_float8(x, 48)
+        assert not in_float8(x, 40)
+        assert not in_float8(x[:1], 48)
+        assert not in_float8(x[:0], 48)
+        assert not in_float8(x[..., :24], 48)
+        with torch.no_grad():
+            assert not in_float8(x, 48)

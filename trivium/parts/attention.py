@@ -19,7 +19,8 @@ from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.cache import LayerCache, Shape
 from trivium.parts.hardware import working
-from trivium.parts.linear import Linear, columns, product, together
+from trivium.parts.kernels import fp8
+from trivium.parts.linear import Linear, columns, in_float8, product, together
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import RMSNormed
 from trivium.parts.positions import Positions
@@ -274,18 +275,19 @@ class MultiHeadAttention(nn.Module):
         layers = (self.query, self.key, self.value)
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None
-        if bare and bias is not None and bias.requires_grad and self._parted(x_BTD):
+        heads, apart = self.query.out_features // self.size, PARTED and bare and self.query_norm is None
+        if apart and self.query.narrow and in_float8(x_BTD, len(weight)):
+            return fp8.cut8(x_BTD, weight, bias, heads, working(x_BTD))
+        if apart and bias is not None and bias.requires_grad and self._parted(x_BTD):
             from trivium.parts.kernels import parted  # not above: without a GPU there is no Triton
 
-            heads = self.query.out_features // self.size
             return parted.cut(product(x_BTD, weight, bias.detach()), bias, heads)
         heads_BTHE = product(x_BTD, weight, bias, narrow=self.query.narrow).view(*x_BTD.shape[:2], -1, self.size)
         return [part.transpose(1, 2) for part in torch.split(heads_BTHE, heads_BTHE.shape[2] // 3, dim=2)]
 
     def _parted(self, x: Tensor) -> bool:
-        """Whether one kernel makes the gradients of the product and of its bias; in float8 the bias is part of it."""
-        able = PARTED and TRITON and not self.query.narrow and self.query_norm is None
-        return able and working(x) == torch.bfloat16
+        """Whether one kernel makes the gradients of a product in bfloat16 and of its bias."""
+        return TRITON and not self.query.narrow and working(x) == torch.bfloat16
 
     @property
     def side_by_side(self) -> Packed | None:

@@ -15,9 +15,9 @@ from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.parts.dropout import dropout, locked
 from trivium.parts.hardware import working
-from trivium.parts.kernels import rectify
+from trivium.parts.kernels import fp8, rectify
 from trivium.parts.kernels.eager import SquaredRelu, wanted
-from trivium.parts.linear import Linear, product, together
+from trivium.parts.linear import Linear, in_float8, product, together
 from trivium.parts.site import MOST, Cost, Site, matrix
 
 Activation = Literal[
@@ -124,15 +124,15 @@ class MlpFeedForward(nn.Module):
         self.dropout, self.lock = options.dropout, options.lock
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.bent and _narrow(x, self.up):
+            return _down(self, *fp8.hidden8(x, self.up.weight, self.up.bias, self.bent, working(x)))
         if self.bent and _by_kernel(x, self.up):
             hidden = _bent(x, self.up.weight, self.up.bias, self.bent)
         elif self.rectified and _by_kernel(x, self.up):
             hidden = rectify.rectified(x, self.up.weight, self.up.bias, torch.bfloat16)
         else:
             hidden = self.activation(self.up(x))
-        hidden = dropout(locked(hidden, self.lock, self.training), self.dropout, self.training)
-        result: Tensor = self.down(hidden)
-        return result
+        return _down(self, hidden)
 
 
 class GluFeedForward(nn.Module):
@@ -147,16 +147,31 @@ class GluFeedForward(nn.Module):
         self.dropout, self.lock = options.dropout, options.lock
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bent and _by_kernel(x, self.gate, self.up):
-            weight = torch.cat((self.gate.weight, self.up.weight))
-            bias = None if self.up.bias is None else torch.cat((self.gate.bias, self.up.bias))
-            hidden = _bent(x, weight, bias, self.bent, gated=True)
-        else:
+        narrow = _narrow(x, self.gate, self.up)
+        if not self.bent or not (narrow or _by_kernel(x, self.gate, self.up)):
             gate, up = together(x, self.gate, self.up)
-            hidden = self.activation(gate) * up
-        hidden = dropout(locked(hidden, self.lock, self.training), self.dropout, self.training)
-        result: Tensor = self.down(hidden)
-        return result
+            return _down(self, self.activation(gate) * up)
+        weight = torch.cat((self.gate.weight, self.up.weight))
+        bias = None if self.up.bias is None else torch.cat((self.gate.bias, self.up.bias))
+        if narrow:
+            return _down(self, *fp8.hidden8(x, weight, bias, self.bent, working(x), gated=True))
+        return _down(self, _bent(x, weight, bias, self.bent, gated=True))
+
+
+def _down(part: MlpFeedForward | GluFeedForward, hidden: Tensor, rounded: fp8.Scaled | None = None) -> Tensor:
+    """What a network makes of its hidden layer, the rows of which may be `rounded` already for products in float8."""
+    down = part.down
+    whole = not part.training or not (part.dropout or part.lock)
+    if rounded is not None and whole and _narrow(hidden, down):
+        return fp8.product8(hidden, down.weight, down.bias, hidden.dtype, rounded)
+    result: Tensor = down(dropout(locked(hidden, part.lock, part.training), part.dropout, part.training))
+    return result
+
+
+def _narrow(x: Tensor, *layers: nn.Module) -> bool:
+    """Whether one product in float8 does for these layers."""
+    plain = [layer for layer in layers if type(layer) is Linear and layer.narrow]
+    return len(plain) == len(layers) and in_float8(x, sum(layer.out_features for layer in plain))
 
 
 def _by_kernel(x: Tensor, *layers: nn.Module) -> bool:

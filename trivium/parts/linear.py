@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8, onednn
 
 Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "transform", "pooler", "head"]
@@ -42,15 +43,19 @@ def narrowed(model: nn.Module, narrow: bool) -> None:
             module.narrow = narrow
 
 
+def in_float8(x: Tensor, outputs: int) -> bool:
+    """Whether a narrow product with so many outputs is one in float8 now: in training under autocast, if it fits."""
+    return torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type) and fp8.fits(x, outputs)
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, narrow: bool = False) -> Tensor:
     """`F.linear`, except that the product with a single row, as in decoding, is shared by the threads of the CPU.
 
     The library behind torch gives such a product to one thread, which reads memory at half the speed of two. A
     `narrow` one is done in float8 where a gradient is wanted, a large one of float32 on a CPU by its fastest library.
     """
-    kind = x.device.type
-    if narrow and torch.is_grad_enabled() and torch.is_autocast_enabled(kind) and fp8.fits(x, weight.shape[0]):
-        return fp8.product8(x, weight, bias, torch.get_autocast_dtype(kind))
+    if narrow and in_float8(x, weight.shape[0]):
+        return fp8.product8(x, weight, bias, working(x))
     if onednn.fits(x, weight):
         return onednn.linear(x, weight, bias)
     outputs, inputs = weight.shape

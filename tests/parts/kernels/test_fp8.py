@@ -1,7 +1,5 @@
 """Products in float8, their numbers multiplied in float32 here, against the plain ones."""
 
-# N rows, I inputs, O outputs
-
 from __future__ import annotations
 
 import pytest
@@ -9,14 +7,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
+from tests.parts.drawing import random
 from trivium.parts.kernels import fp8
 from trivium.parts.linear import Linear, narrowed, product
 
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+ABLE = torch.cuda.is_available() and fp8.available(torch.device("cuda"))
+gpu = pytest.mark.skipif(not ABLE, reason="needs a GPU with products in float8")
 
 
 @given(powers=st.lists(st.integers(-60, 60), min_size=4, max_size=4), seed=st.integers(0, 2**31))
@@ -97,10 +94,7 @@ def test_a_compiler_sees_a_product_as_one_graph() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and fp8.available(torch.device("cuda"))),
-    reason="needs a GPU with products in float8",
-)
+@gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gpu_multiplies_the_same_numbers(compiled: bool) -> None:
     function = torch.compile(fp8.product8, backend="aot_eager", fullgraph=True) if compiled else fp8.product8
@@ -152,3 +146,39 @@ def test_only_training_is_narrow_and_only_the_large_products() -> None:
     narrowed(model, False)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(up(x), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_and_its_gradients_are_the_formulas_of_its_rounded_rows(dtype: torch.dtype) -> None:
+    x, weight, bias = (
+        random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(((32, 64), (48, 64), (48,)))
+    )
+    upstream = random(32, 48, seed=3).to(dtype)
+    result = fp8.product8(x, weight, bias, dtype)
+    found = torch.autograd.grad(result, (x, weight, bias), upstream)
+    rounded = fp8.quantized(x.detach().to(dtype))
+    again = fp8.product8(x, weight, bias, dtype, rounded)
+    with torch.no_grad():
+        plain = rounded.dense() @ fp8.quantized(weight).dense().t() + bias.to(
+            dtype
+        )  # rounded to dtype once, at the end
+        back = fp8.quantized(upstream).dense() @ fp8.quantized(weight.t()).dense().t()
+        assert torch.equal(result, plain.to(dtype))
+        assert torch.equal(again, result)
+        assert torch.equal(found[0], back.to(dtype).float())
+        assert torch.equal(found[1], (upstream.t() @ x.to(dtype)).float())
+        torch.testing.assert_close(found[2], upstream.double().sum(0).float())
+
+
+@gpu
+def test_a_gpu_adds_the_bias_before_it_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = (random(*shape, seed=1).cuda().bfloat16() for shape in ((64, 128), (96, 128), (96,)))
+    left, right = fp8.quantized(x), fp8.quantized(weight)
+    exact = left.dense().double() @ right.dense().double().t() + bias.double()
+    found = fp8.scaled_product(left, right, torch.bfloat16, bias, exact=True)
+    # half a unit of bfloat16 for the only rounding, and the 13 bits in which a GPU adds up 128 products
+    terms = left.dense().abs() @ right.dense().abs().t()
+    assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-12 * terms).all()
+    monkeypatch.setattr(fp8, "ADDED", False)
+    apart = fp8.scaled_product(left, right, torch.bfloat16, bias, exact=True)
+    assert (found.double() - exact).norm() < (apart.double() - exact).norm()
