@@ -20,7 +20,7 @@ from trivium.errors import ConfigError
 from trivium.parts.cache import LayerCache, Shape
 from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8
-from trivium.parts.linear import Linear, columns, in_float8, product, together
+from trivium.parts.linear import Linear, columns, in_float8, matrix_of, product, together
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import RMSNormed
 from trivium.parts.positions import Positions
@@ -115,6 +115,7 @@ class MultiHeadAttention(nn.Module):
         self.size, self.value_size = size, value
         self.dropout = options.dropout
         self.groups, self.grouped = groups, groups != options.heads
+        self.crossed = bool(site.source)
         self.scale = 1 / math.sqrt(size) if options.scale == "root" else 1.0
         self.query = Linear(site.width, options.heads * size, bias=bias, role="query", head=size)
         self.key = Linear(source, groups * size, bias=bias, role="key")
@@ -263,8 +264,20 @@ class MultiHeadAttention(nn.Module):
         Of unequal parts it is no faster: an H200 took 1.6 % longer for TinyLlama's.
         """
         plain = all(type(layer) is Linear for layer in (self.query, self.key, self.value))
-        alike = not self.grouped and self.size == self.value_size
-        return x.device.type == "cuda" and torch.is_grad_enabled() and plain and alike
+        return x.device.type == "cuda" and torch.is_grad_enabled() and plain and self._alike
+
+    @property
+    def _alike(self) -> bool:
+        return not self.grouped and self.size == self.value_size
+
+    @property
+    def products(self) -> list[tuple[Linear, ...]]:
+        """The layers whose outputs are made by one product in training, and those that have one of their own."""
+        if self.crossed:
+            return [(self.query,), (self.key, self.value), (self.out,)]
+        if self._alike:
+            return [(self.query, self.key, self.value), (self.out,)]
+        return [(self.query,), (self.key,), (self.value,), (self.out,)]
 
     def _whole(self, x_BTD: Tensor, bare: bool = False) -> Sequence[Tensor]:
         """Queries, keys and values by heads in one product.
@@ -274,7 +287,7 @@ class MultiHeadAttention(nn.Module):
         """
         layers = (self.query, self.key, self.value)
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None
+        weight, bias = matrix_of(x_BTD, *layers), torch.cat(biases) if biases else None
         heads, apart = self.query.out_features // self.size, PARTED and bare and self.query_norm is None
         if apart and self.query.narrow and in_float8(x_BTD, len(weight)):
             return fp8.cut8(x_BTD, weight, bias, heads, working(x_BTD))

@@ -17,7 +17,7 @@ from trivium.parts.dropout import dropout, locked
 from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8, rectify
 from trivium.parts.kernels.eager import SquaredRelu, wanted
-from trivium.parts.linear import Linear, in_float8, product, together
+from trivium.parts.linear import Linear, in_float8, matrix_of, product, together
 from trivium.parts.site import MOST, Cost, Site, matrix
 
 Activation = Literal[
@@ -123,13 +123,17 @@ class MlpFeedForward(nn.Module):
         self.rectified = options.activation == "relu" and rectify.ABLE
         self.dropout, self.lock = options.dropout, options.lock
 
+    @property
+    def products(self) -> list[tuple[Linear, ...]]:
+        return [(self.up,), (self.down,)]
+
     def forward(self, x: Tensor) -> Tensor:
         if self.bent and _narrow(x, self.up):
-            return _down(self, *fp8.hidden8(x, self.up.weight, self.up.bias, self.bent, working(x)))
+            return _down(self, *fp8.hidden8(x, matrix_of(x, self.up), self.up.bias, self.bent, working(x)))
         if self.bent and _by_kernel(x, self.up):
-            hidden = _bent(x, self.up.weight, self.up.bias, self.bent)
+            hidden = _bent(x, matrix_of(x, self.up), self.up.bias, self.bent)
         elif self.rectified and _by_kernel(x, self.up):
-            hidden = rectify.rectified(x, self.up.weight, self.up.bias, torch.bfloat16)
+            hidden = rectify.rectified(x, matrix_of(x, self.up), self.up.bias, torch.bfloat16)
         else:
             hidden = self.activation(self.up(x))
         return _down(self, hidden)
@@ -146,12 +150,16 @@ class GluFeedForward(nn.Module):
         self.bent = options.activation if options.activation in BENT else ""
         self.dropout, self.lock = options.dropout, options.lock
 
+    @property
+    def products(self) -> list[tuple[Linear, ...]]:
+        return [(self.gate, self.up), (self.down,)]
+
     def forward(self, x: Tensor) -> Tensor:
         narrow = _narrow(x, self.gate, self.up)
         if not self.bent or not (narrow or _by_kernel(x, self.gate, self.up)):
             gate, up = together(x, self.gate, self.up)
             return _down(self, self.activation(gate) * up)
-        weight = torch.cat((self.gate.weight, self.up.weight))
+        weight = matrix_of(x, self.gate, self.up)
         bias = None if self.up.bias is None else torch.cat((self.gate.bias, self.up.bias))
         if narrow:
             return _down(self, *fp8.hidden8(x, weight, bias, self.bent, working(x), gated=True))
@@ -163,7 +171,7 @@ def _down(part: MlpFeedForward | GluFeedForward, hidden: Tensor, rounded: fp8.Sc
     down = part.down
     whole = not part.training or not (part.dropout or part.lock)
     if rounded is not None and whole and _narrow(hidden, down):
-        return fp8.product8(hidden, down.weight, down.bias, hidden.dtype, rounded)
+        return fp8.product8(hidden, matrix_of(hidden, down), down.bias, hidden.dtype, rounded)
     result: Tensor = down(dropout(locked(hidden, part.lock, part.training), part.dropout, part.training))
     return result
 

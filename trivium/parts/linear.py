@@ -28,12 +28,13 @@ class Linear(nn.Linear):
         self.role: Role = role
         self.head = head  # the size of one head where the outputs are queries: T5 folds its scale into their init
         self.narrow = False  # products in float8 while training
+        self.twin: Tensor | None = None  # while gradients are made, see `twins`
 
     def reset_parameters(self) -> None:
         """Nothing: `init` decides, once, for the whole model."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return product(input, self.weight, self.bias, narrow=self.narrow)
+        return product(input, matrix_of(input, self), self.bias, narrow=self.narrow)
 
 
 def narrowed(model: nn.Module, narrow: bool) -> None:
@@ -46,6 +47,17 @@ def narrowed(model: nn.Module, narrow: bool) -> None:
 def in_float8(x: Tensor, outputs: int) -> bool:
     """Whether a narrow product with so many outputs is one in float8 now: in training under autocast, if it fits."""
     return torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type) and fp8.fits(x, outputs)
+
+
+def matrix_of(x: Tensor, *layers: Linear) -> Tensor:
+    """The matrices of these layers side by side, as `x` is multiplied by them: their twin if they have one."""
+    twin = layers[0].twin
+    # one with more outputs is that of these layers and others
+    whole = twin is not None and len(twin) == sum(layer.out_features for layer in layers)
+    if twin is not None and whole and torch.is_grad_enabled() and working(x) == twin.dtype:
+        return twin
+    # in a compiled step the cast to bfloat16 lays them side by side
+    return layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, narrow: bool = False) -> Tensor:
@@ -82,14 +94,10 @@ def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
 
 
 def side_by_side(x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-    """What several layers make of `x`, by one product.
-
-    Their weights are laid side by side for that every time: in a compiled step together with the cast to bfloat16.
-    """
-    weights: list[Tensor] = [layer.weight for layer in layers]
+    """What several layers make of `x`, by one product."""
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     assert len(biases) in (0, len(layers)), "either all layers have a bias or none"
-    whole = product(x, torch.cat(weights), torch.cat(biases) if biases else None, narrow=layers[0].narrow)
+    whole = product(x, matrix_of(x, *layers), torch.cat(biases) if biases else None, narrow=layers[0].narrow)
     return torch.split(whole, [layer.out_features for layer in layers], dim=-1)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import OutOfMemory
+from trivium.parts.twins import Twins
 from trivium.training.recipe import Recipe
 
 
@@ -63,14 +64,23 @@ class Soundness:
         return finite
 
 
-def clip(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-    """The global gradient norm in float32 before clipping; gradients are scaled down to `limit` (0: left alone)."""
+def clip(parameters: Iterable[nn.Parameter], limit: float, twins: Twins | None = None) -> Tensor:
+    """The global gradient norm in float32 before clipping; gradients are scaled down to `limit` (0: left alone).
+
+    Those of `twins` are left as they are, and whoever moves these scales them in passing.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
+    halves = [] if twins is None else twins.gradients()
+    if halves:
+        norms = torch._foreach_norm(halves, 2, torch.float32)  # in their own precision a norm would have two digits
+        norm = torch.linalg.vector_norm(torch.stack([norm, *norms]))
     if limit:
         # a non-finite norm makes the gradients useless, but then the update is not allowed anyway
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, scale)
+        if twins is not None:
+            twins.scale = scale
     return norm
 
 

@@ -16,6 +16,7 @@ from trivium.models.transformer import Transformer, load_weights, weights
 from trivium.objectives.objective import Task
 from trivium.optim.averaging import Average
 from trivium.optim.optimizers import Optimizer
+from trivium.parts.twins import Twins
 from trivium.training.guards import Soundness
 from trivium.training.recipe import Recipe
 from trivium.training.scaling import Scaler
@@ -34,6 +35,7 @@ class Job:
     rows: Examples
     order: Ordering
     soundness: Soundness
+    twins: Twins | None = None  # the matrices that a step multiplies by, if they are not the weights themselves
     compute: Callable[[Batch], Tensor]  # the summed loss of a micro-batch, compiled or not
     total: int
     micro: int  # rows (or tokens) of one forward pass; halved when memory runs out and the recipe leaves it open

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -95,6 +95,8 @@ def updates(job: Job, ahead: int | None = None) -> Iterator[Update]:
 def _update(job: Job, feed: Feed, replay: Replay | None) -> Update:
     """One step."""
     recipe, scale, done = job.recipe, job.scaler.scale, job.step + 1 - job.overflows
+    if job.twins is not None:
+        job.twins.refresh()  # here, since a recorded step would not
     factor, follow = recipe.schedule.factor(done, job.total), job.average.share(done)
 
     def attempt(made: Made) -> tuple[Tensor, Callable[[], tuple[bool, Tensor, Tensor]]]:
@@ -127,7 +129,7 @@ def advance(job: Job, parts: list[Batch], dials: Dials) -> tuple[Tensor, Tensor,
 def move(job: Job, loss: Tensor, dials: Dials) -> tuple[bool, Tensor, Tensor]:
     """Move the weights by their gradients: whether fp16 overflowed, the gradient norm, whether it was allowed."""
     job.scaler.reduce(job.model.parameters())
-    norm = clip(job.model.parameters(), job.recipe.clip)
+    norm = clip(job.model.parameters(), job.recipe.clip, job.twins)
     overflow = job.scaler.overflowed(loss, norm)
     if overflow:
         allowed = torch.zeros_like(job.soundness.sound)
@@ -135,7 +137,7 @@ def move(job: Job, loss: Tensor, dials: Dials) -> tuple[bool, Tensor, Tensor]:
         allowed = job.soundness.allow(loss, norm)
         job.optimizer.step(dials.factor, allowed)
         job.average.follow(dials.follow, allowed)
-    job.model.zero_grad(set_to_none=True)
+    forget(job)
     return overflow, norm, allowed
 
 
@@ -158,7 +160,9 @@ def fitted(job: Job, feed: Feed, attempt: Callable[[Made], T], replay: Replay | 
                     "set recompute=blocks, or start a new run with a smaller model.context or model.width"
                 ) from error
         # outside the handler: the traceback keeps alive what filled the memory
-        job.model.zero_grad(set_to_none=True)
+        forget(job)
+        if job.twins is not None:
+            job.twins.drop()  # they are of no use to a batch in parts
         if replay is not None:
             replay.forget()
         if job.model.device.type == "cuda":
@@ -168,15 +172,24 @@ def fitted(job: Job, feed: Feed, attempt: Callable[[Made], T], replay: Replay | 
         note = f"out of memory at step {job.step + 1}: from here on {less}"
 
 
+def forget(job: Job) -> None:
+    """Let go of the gradients."""
+    job.model.zero_grad(set_to_none=True)
+    if job.twins is not None:
+        job.twins.clear()
+
+
 def gradients(job: Job, parts: Sequence[Batch], dials: Dials) -> Tensor:
     """Leave the gradients of these batches in the model; the mean loss over the labels of all of them."""
     job.model.train()
     loss = torch.zeros((), device=job.model.device)
-    for batch in parts:
-        sums = job.compute(batch)
-        part = mean(sums, dials.counts)
-        job.scaler.enlarged(part).backward()  # type: ignore[no-untyped-call]
-        loss += part.detach()
+    # gradients of several parts are added up in float32, which those of twins are not
+    with job.twins.used() if job.twins is not None and len(parts) == 1 else nullcontext():
+        for batch in parts:
+            sums = job.compute(batch)
+            part = mean(sums, dials.counts)
+            job.scaler.enlarged(part).backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
     return loss
 
 

@@ -31,6 +31,7 @@ from trivium.models.transformer import build, with_vocab
 from trivium.objectives.masked import Masked
 from trivium.objectives.objective import Task
 from trivium.objectives.seq2seq import Seq2Seq
+from trivium.optim.onepass import with_twins
 from trivium.parts.linear import narrowed
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
@@ -185,11 +186,15 @@ def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
     model.stream = torch.bfloat16 if recipe.stream == "bf16" else None
     narrowed(model, recipe.precision == "fp8")
     rows = ground.train
+    optimizer, twins = recipe.optim.build(model), None
+    if twinned(recipe):
+        optimizer, twins = with_twins(optimizer, model)
     made = Job(
         recipe=recipe,
         model=model,
         task=ground.task,
-        optimizer=recipe.optim.build(model),
+        optimizer=optimizer,
+        twins=twins,
         average=recipe.average.build(model),
         scaler=scaler(recipe.precision),
         rows=rows,
@@ -205,6 +210,22 @@ def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
     if begin:
         start.begin(made)
     return made
+
+
+# A kernel for each weight is started by the host, in some 20 us. In a CUDA graph that is free, and behind the long step
+# of a large model it does not show; a small one without a graph would wait for it.
+LARGE = 100_000_000
+
+
+def twinned(recipe: Recipe) -> bool:
+    """Whether a step multiplies by twins of its matrices: where it is compiled for a GPU, and its batch is not parted.
+
+    Without a compiler, autocast casts every weight once a step, and gradients are cast back all the same.
+    """
+    if torch.device(recipe.device).type != "cuda" or recipe.precision not in ("bf16", "fp8"):
+        return False
+    worth = recipe.compile == "graphs" or (recipe.compile == "on" and recipe.model.parameters() >= LARGE)
+    return worth and recipe.micro >= recipe.batch.size
 
 
 def beginning(ground: Ground, total: int) -> Job:

@@ -1,0 +1,175 @@
+"""Adam in one pass: the rule of torch's own, whoever has the gradient; by the kernel on a GPU or in the interpreter."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.optim.steps import NO, YES, same, small, snapshot
+from trivium.optim import onepass
+from trivium.optim.adam import AdamStepper
+from trivium.optim.onepass import OnePass, with_twins
+from trivium.optim.optimizers import Adam, AdamW, Muon
+from trivium.parts.twins import Twins
+
+GPU = torch.cuda.is_available()
+TRITON = find_spec("triton") is not None
+INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+kernel = pytest.mark.skipif(not TRITON or not (GPU or INTERPRETED), reason="needs a GPU, or Triton's interpreter")
+DEVICE = "cuda" if GPU else "cpu"
+
+
+def planted(model: nn.Module, twins: Twins, seed: int) -> None:
+    """Gradients in all twins, and in those weights that have none."""
+    generator = torch.Generator().manual_seed(seed)
+    held = {id(layer) for twin, layers in twins._twins for layer in (one.weight for one in layers)}
+    for twin, _ in twins._twins:
+        twin.grad = torch.randn(twin.shape, generator=generator).bfloat16()
+    for parameter in model.parameters():
+        if id(parameter) not in held:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def spread(model: nn.Module, twins: Twins) -> None:
+    """The same gradients where a plain optimizer looks for them."""
+    for pair in twins.pairs():
+        pair.weight.grad = pair.gradient.float() * twins.scale
+    twins.clear()
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+def test_weights_walk_as_with_gradients_of_their_own(kind: type[AdamW] | type[Adam]) -> None:
+    ours, theirs = small(), small()
+    optimizer, twins = with_twins(kind(rate=0.01, decay=0.1).build(ours), ours)
+    plain = kind(rate=0.01, decay=0.1).build(theirs)
+    assert twins is not None
+    other = Twins(theirs)
+    for step in range(5):
+        for model, pair in ((ours, twins), (theirs, other)):
+            planted(model, pair, step)
+            pair.scale = torch.tensor(0.5)
+        spread(theirs, other)
+        healthy = NO if step == 2 else YES
+        optimizer.step(1 / (step + 1), healthy)
+        plain.step(1 / (step + 1), healthy)
+        assert same(snapshot(ours, optimizer), snapshot(theirs, plain))
+        twins.clear()
+        twins.refresh()
+        for model in (ours, theirs):
+            model.zero_grad()
+    planted(ours, twins, 9)
+    assert all(torch.equal(pair.twin, pair.weight.bfloat16()) for pair in twins.pairs())
+
+
+def test_a_gradient_on_both_sides_is_one() -> None:
+    ours, theirs = small(), small()
+    optimizer, twins = with_twins(AdamW(rate=0.01).build(ours), ours)
+    assert twins is not None
+    plain, other = AdamW(rate=0.01).build(theirs), Twins(theirs)
+    for model, pair in ((ours, twins), (theirs, other)):
+        planted(model, pair, 0)
+    for weight, _, _ in twins.pairs():
+        weight.grad = torch.ones_like(weight)
+    held = [pair.weight for pair in other.pairs()]
+    spread(theirs, other)
+    for weight in held:
+        assert weight.grad is not None
+        weight.grad += 1
+    optimizer.step(1.0, YES)
+    plain.step(1.0, YES)
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_only_adam_takes_twins_along() -> None:
+    model = small()
+    muon = Muon().build(model)
+    assert with_twins(muon, model) == (muon, None)
+
+
+def test_a_checkpoint_is_that_of_adam() -> None:
+    model = small()
+    optimizer, twins = with_twins(AdamW(rate=0.01).build(model), model)
+    assert twins is not None
+    planted(model, twins, 0)
+    optimizer.step(1.0, YES)
+    again = small()
+    plain = AdamW(rate=0.01).build(again)
+    plain.load(optimizer.tensors())
+    assert plain.tensors().keys() == optimizer.tensors().keys()
+    back, _ = with_twins(AdamW(rate=0.01).build(again), again)
+    back.load(plain.tensors())
+    assert all(torch.equal(one, optimizer.tensors()[name]) for name, one in back.tensors().items())
+
+
+def rounded(twin: Tensor, weight: Tensor) -> bool:
+    """The interpreter only cuts the last bits off."""
+    return torch.equal(twin, weight.bfloat16()) if GPU else torch.allclose(twin.float(), weight, rtol=2**-7, atol=0)
+
+
+def by_kernel(optimizer: OnePass, factor: float | Tensor, healthy: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the weights with twins alone, by the kernel wherever it runs."""
+    monkeypatch.setattr(onepass, "TRITON", True)
+    optimizer._by_kernel(list(optimizer.twins.pairs()), factor, healthy)
+
+
+@kernel
+@pytest.mark.parametrize("options", [
+    AdamW(rate=0.01, decay=0.1),
+    AdamW(rate=0.01, decay=0.1, correction=False),
+    Adam(rate=0.02, decay=0.1, beta2=0.999),
+    AdamW(rate=0.01, beta1=0.0, beta2=0.5, decay=0.0),
+], ids=["adamw", "uncorrected", "adam", "no momentum"])  # fmt: skip
+def test_the_kernel_walks_as_torch_does(options: AdamW | Adam, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = small().to(DEVICE), small().to(DEVICE)
+    stepper = options.build(ours)
+    assert isinstance(stepper, AdamStepper)
+    twins, other = Twins(ours), Twins(theirs)
+    optimizer, plain = OnePass(stepper, twins), options.build(theirs)
+    yes, no = YES.to(DEVICE), NO.to(DEVICE)
+    for step in range(8):
+        for model, pair in ((ours, twins), (theirs, other)):
+            for twin, _ in pair._twins:
+                generator = torch.Generator().manual_seed(step)
+                twin.grad = torch.randn(twin.shape, generator=generator).bfloat16().to(DEVICE)
+            pair.scale = torch.tensor(0.25 + step / 8, device=DEVICE)
+            model.zero_grad()
+        factor: float | Tensor = 1 / (step + 1)
+        before = snapshot(ours, optimizer)
+        healthy = no if step == 3 else yes
+        by_kernel(optimizer, torch.tensor(factor, device=DEVICE) if step % 2 else factor, healthy, monkeypatch)
+        assert same(snapshot(ours, optimizer), before) == (step == 3)
+        spread(theirs, other)
+        plain.step(factor, healthy)
+        expected = snapshot(theirs, plain)
+        for name, value in snapshot(ours, optimizer).items():
+            torch.testing.assert_close(value, expected[name], rtol=2e-6, atol=1e-6)
+        for weight, twin, _ in twins.pairs():
+            assert rounded(twin, weight.detach())
+    assert twins._versions() == twins._seen  # torch has seen none of that, so that nothing is copied again
+
+
+@kernel
+@pytest.mark.parametrize("size", [1, 7, 1023, 1024, 1025, 5000])
+def test_the_kernel_writes_all_numbers_and_no_others(size: int) -> None:
+    from trivium.parts.kernels.adam import Rule, adam
+
+    around = [torch.full((size + 64,), 7.0, device=DEVICE, dtype=kind) for kind in (torch.float32,) * 3]
+    around.append(torch.full((size + 64,), 7.0, device=DEVICE, dtype=torch.bfloat16))
+    weight, moment, square, twin = (one[32 : size + 32] for one in around)
+    gradient = torch.randn(size, device=DEVICE).bfloat16()
+    number = torch.ones((), device=DEVICE)
+    rule = Rule(0.1, 0.9, 0.95, 1e-8, 0.0, True)
+    adam(rule, weight, (moment, square), twin, gradient, count=number, healthy=number, factor=number, scale=number)
+    g = gradient.double()
+    m, v = 0.9 * 7 + 0.1 * g, 0.95 * 7 + 0.05 * g * g
+    expected = 7 - 0.1 * (m / 0.1) / ((v / 0.05).sqrt() + 1e-8)
+    torch.testing.assert_close(weight.double(), expected, rtol=1e-5, atol=1e-5)
+    assert rounded(twin, weight)
+    for one in around:
+        assert (one[:32] == 7).all()
+        assert (one[-32:] == 7).all()

@@ -1,0 +1,142 @@
+"""Matrices in bfloat16 beside those that learn: the same products and gradients, and nobody else meets them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.transformer import Transformer, build, load_weights, weights
+from trivium.parts import attention
+from trivium.parts.attention import MultiHead, MultiHeadAttention
+from trivium.parts.feedforward import FeedForward, Glu, Mlp
+from trivium.parts.linear import Linear
+from trivium.parts.twins import Twins
+
+FEEDS: dict[str, FeedForward] = {"mlp": Mlp(), "relu": Mlp(activation="relu", bias=False), "glu": Glu(hidden=48)}
+
+
+def made(feed: FeedForward, groups: int = 0, bias: bool = True) -> Transformer:
+    seen = MultiHead(heads=4, groups=groups, bias="all" if bias else "none")
+    block = Block(attention=seen, feedforward=feed)
+    both = Block(attention=seen, feedforward=feed, cross=MultiHead(heads=4))
+    side, other = Stack(layers=2, block=block), Stack(layers=2, block=both)
+    return build(ModelConfig(width=32, context=16, vocab=50, encoder=side, decoder=other), seed=1)
+
+
+def backward(model: Transformer, twins: Twins | None) -> Tensor:
+    ids = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
+    how: AbstractContextManager[None] = nullcontext() if twins is None else twins.used()
+    with torch.autocast("cpu", torch.bfloat16), how:
+        loss: Tensor = model(ids, source=ids.flip(1)).hidden.square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["three products", "one product"])
+@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize("feed", FEEDS)
+def test_gradients_are_those_of_the_weights_to_the_bit(
+    feed: str, groups: int, one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if one:  # as on a GPU, but for a kernel that needs one
+        monkeypatch.setattr(MultiHeadAttention, "_one", lambda self, x: self._alike)
+        monkeypatch.setattr(attention, "PARTED", False)
+    plain, model = (made(FEEDS[feed], groups, bias=feed == "mlp") for _ in range(2))
+    twins = Twins(model)
+    assert torch.equal(backward(plain, None), backward(model, twins))
+    moved = {id(pair.weight): pair.gradient for pair in twins.pairs()}
+    assert len(moved) >= 2 * 6  # at least the matrices that have a product of their own in all cases
+    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        if id(ours) in moved:
+            assert ours.grad is None
+            assert theirs.grad is not None
+            assert torch.equal(moved[id(ours)].float(), theirs.grad)
+        else:
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)
+    assert sum(gradient.numel() for gradient in twins.gradients()) == sum(one.numel() for one in moved.values())
+    twins.clear()
+    assert not list(twins.pairs())
+    assert not twins.gradients()
+
+
+def test_where_one_product_makes_several_layers_so_does_their_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MultiHeadAttention, "_one", lambda self, x: self._alike)
+    model = made(Glu(hidden=48), bias=False)
+    twins = Twins(model)
+    backward(model, twins)
+    own = {id(layer.weight) for layer in model.modules() if isinstance(layer, Linear) and layer.role != "head"}
+    apart = {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
+    crossed = {  # together on a GPU only
+        id(layer.weight)
+        for module in model.modules()
+        if isinstance(module, MultiHeadAttention) and module.crossed
+        for layer in (module.key, module.value)
+    }
+    gated = {  # likewise
+        id(layer.weight) for layer in model.modules() if isinstance(layer, Linear) and layer.role in ("gate", "up")
+    }
+    assert own & apart == crossed | gated
+    assert own - apart
+
+
+def test_outside_of_a_training_step_nobody_meets_them() -> None:
+    model = made(Mlp())
+    twins = Twins(model)
+    backward(model, None)
+    assert not list(twins.pairs())
+    assert all(one.grad is not None for one in model.parameters())
+    model.zero_grad()
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with twins.used():
+        with torch.no_grad():
+            quiet = model(ids, source=ids).hidden
+        full = model(ids, source=ids).hidden  # no autocast: float32
+        full.sum().backward()
+    assert torch.equal(quiet, full)
+    assert quiet.dtype == torch.float32
+    assert not list(twins.pairs())
+    with pytest.raises(RuntimeError, match="stop"), twins.used():
+        raise RuntimeError("stop")
+    assert all(layer.twin is None for layer in model.modules() if isinstance(layer, Linear))
+    assert "twin" not in " ".join(model.state_dict())
+
+
+def test_what_is_written_into_the_weights_is_taken_over() -> None:
+    model, other = made(Mlp()), made(Mlp())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    twins, expected = Twins(model), Twins(other)
+    load_weights(model, weights(other))
+    stale = backward(model, twins)
+    twins.clear()
+    model.zero_grad()
+    twins.refresh()
+    fresh = backward(model, twins)
+    assert torch.equal(fresh, backward(other, expected))
+    assert not torch.equal(fresh, stale)
+    for one, two in zip(twins.pairs(), expected.pairs(), strict=True):
+        assert torch.equal(one.twin, one.weight.bfloat16())
+        assert torch.equal(one.gradient, two.gradient)
+
+
+def test_what_is_frozen_or_dropped_has_none() -> None:
+    model = made(Mlp())
+    for layer in model.modules():
+        if isinstance(layer, Linear) and layer.role == "down":
+            layer.weight.requires_grad_(False)
+    twins = Twins(model)
+    backward(model, twins)
+    assert all(pair.weight.requires_grad for pair in twins.pairs())
+    twins.drop()
+    model.zero_grad()
+    backward(model, twins)
+    assert not list(twins.pairs())
+    assert all(one.grad is not None for one in model.parameters() if one.requires_grad)

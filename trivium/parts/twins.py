@@ -1,0 +1,113 @@
+"""Matrices in bfloat16 beside those that learn in float32: a training step reads and writes half as much.
+
+A product in bfloat16 needs its matrix in that precision, and gives the gradient of it in that precision too. Made from
+the matrix in float32 in every step, and turned back, that is a pass over all weights each way, and clipping is another.
+So the products of a step go with twins, which are leaves of their own; whoever moves the weights writes them anew.
+"""
+
+# O outputs of all layers of a product, I inputs
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trivium.parts.attention import MultiHeadAttention
+from trivium.parts.feedforward import GluFeedForward, MlpFeedForward
+from trivium.parts.linear import Linear
+
+Parted = MultiHeadAttention | GluFeedForward | MlpFeedForward
+
+
+class Pair(NamedTuple):
+    """A weight that learns, its twin, and the gradient, which is the twin's."""
+
+    weight: Tensor
+    twin: Tensor
+    gradient: Tensor
+
+
+class Twins:
+    """Those of a model; layers know of them only inside `used`, so that nobody else's gradient goes astray."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.scale = torch.ones((), device=next(model.parameters()).device)  # what gradients are to be multiplied by
+        self._twins: list[tuple[Tensor, tuple[Linear, ...]]] = []
+        self._seen: list[int] = []
+        for module in model.modules():
+            if isinstance(module, Parted):
+                for layers in module.products:
+                    if all(_learns(layer) for layer in layers):
+                        whole_OI = torch.cat([layer.weight.detach() for layer in layers])
+                        self._twins.append((whole_OI.bfloat16().requires_grad_(), layers))
+        self._seen = self._versions()
+
+    def refresh(self) -> None:
+        """Take over what others have written into the weights since, as when a checkpoint is loaded.
+
+        What optimizers write torch does not count. The kernel of kernels/adam.py has written the twins as well; for
+        the others there is `outdate`.
+        """
+        versions = self._versions()
+        if versions == self._seen:
+            return
+        self._seen = versions
+        with torch.no_grad():
+            for twin_OI, layers in self._twins:
+                for part, layer in zip(_parts(twin_OI, layers), layers, strict=True):
+                    part.copy_(layer.weight)
+
+    def outdate(self) -> None:
+        """Weights that have a gradient of their own are about to be moved without their twins."""
+        if any(layer.weight.grad is not None for _, layers in self._twins for layer in layers):
+            self._seen = []
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Let the products that are made inside go with the twins."""
+        self._tell(there=True)
+        try:
+            yield
+        finally:
+            self._tell(there=False)
+
+    def _tell(self, *, there: bool) -> None:
+        for twin_OI, layers in self._twins:
+            for layer in layers:
+                layer.twin = twin_OI if there else None
+
+    def gradients(self) -> list[Tensor]:
+        """Of all twins that have one."""
+        return [twin_OI.grad for twin_OI, _ in self._twins if twin_OI.grad is not None]
+
+    def pairs(self) -> Iterator[Pair]:
+        """The weights whose gradients are with their twins."""
+        for twin_OI, layers in self._twins:
+            if twin_OI.grad is not None:
+                parts = zip(layers, _parts(twin_OI.detach(), layers), _parts(twin_OI.grad, layers), strict=True)
+                for layer, twin, gradient in parts:
+                    yield Pair(layer.weight, twin, gradient)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for twin_OI, _ in self._twins:
+            twin_OI.grad = None
+
+    def drop(self) -> None:
+        """Give their memory back; all goes on without them."""
+        self._twins, self._seen = [], []
+
+    def _versions(self) -> list[int]:
+        return [layer.weight._version for _, layers in self._twins for layer in layers]
+
+
+def _learns(layer: nn.Module) -> bool:
+    return type(layer) is Linear and layer.weight.requires_grad and layer.weight.dtype == torch.float32
+
+
+def _parts(whole_OI: Tensor, layers: tuple[Linear, ...]) -> tuple[Tensor, ...]:
+    return torch.split(whole_OI, [layer.out_features for layer in layers])
