@@ -9,7 +9,8 @@ from typing import NamedTuple
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import build
 
-ADAM = 40  # bytes a parameter: gradient w, then p, m, v r+w and gradient r (float32: 32), its bf16 copy r+w twice (8)
+# Bytes a parameter: gradient w, r for its norm, r (bf16: 6), p, m, v r+w (float32: 24), a bf16 copy w, r twice (6).
+ADAM = 36
 BLOCK = 32  # bytes a token, layer and width that a backward pass finds again (Korthikanti et al. 2022, no dropout)
 
 
