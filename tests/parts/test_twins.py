@@ -127,6 +127,20 @@ def test_what_is_written_into_the_weights_is_taken_over() -> None:
         assert torch.equal(one.gradient, two.gradient)
 
 
+def test_after_others_have_moved_the_weights_nothing_is_taken_for_granted() -> None:
+    """A recorded step moves them again and again, and torch does not count what a fused optimizer writes."""
+    model = made(Mlp())
+    twins = Twins(model)
+    backward(model, None)
+    twins.outdate()
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)  # which is not counted either
+        twins.refresh()
+        for twin, layers in twins._twins:
+            assert torch.equal(twin.detach(), torch.cat([layer.weight.detach() for layer in layers]).bfloat16())
+
+
 def test_what_is_frozen_or_dropped_has_none() -> None:
     model = made(Mlp())
     for layer in model.modules():

@@ -77,10 +77,16 @@ def no_waiting() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("twinned", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_step_never_waits_for_the_gpu(small: Make, tmp_path: Path, kind: str) -> None:
+def test_a_step_never_waits_for_the_gpu(
+    small: Make, tmp_path: Path, kind: str, twinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the second step on nothing between two updates reads a number off the device."""
-    job = prepare.job(start(small(kind, device="cuda", precision="bf16", compile="off"), tmp_path).ground, 10)
+    monkeypatch.setattr(prepare, "twinned", lambda recipe: twinned)
+    recipe = small(kind, device="cuda", precision="bf16", compile="off", **{"batch.micro": 0 if twinned else 2})
+    job = prepare.job(start(recipe, tmp_path).ground, 10)
+    assert (job.twins is not None) == twinned
     steps, pending = updates(job), Pending()
     next(steps)
     with no_waiting():

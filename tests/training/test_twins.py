@@ -126,6 +126,20 @@ def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> Non
     assert torch.isfinite(next(updates(job)).loss)
 
 
+@pytest.mark.usefixtures("on")
+def test_a_run_that_lacked_memory_has_none_when_it_goes_on(small: Make, tmp_path: Path) -> None:
+    ground = laid(small(**WHOLE), tmp_path)
+    job = prepare.job(ground, 4)
+    job.micro = 3
+    held = {section: {name: one.clone() for name, one in each.items()} for section, each in job.tensors().items()}
+    resumed = prepare.job(ground, 4)
+    assert resumed.twins is not None
+    assert resumed.twins._twins
+    resumed.load(lambda section: held[section], 0, job.state())
+    assert not resumed.twins._twins
+    assert torch.isfinite(next(updates(resumed)).loss)
+
+
 def test_only_a_compiled_step_in_few_bits_on_a_gpu_has_them(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda: dict[str, Any] = {"device": "cuda", "batch.micro": 0}
     assert prepare.twinned(small(**cuda, precision="bf16", compile="graphs"))

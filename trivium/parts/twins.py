@@ -3,6 +3,7 @@
 A product in bfloat16 needs its matrix in that precision, and gives the gradient of it in that precision too. Made from
 the matrix in float32 in every step, and turned back, that is a pass over all weights each way, and clipping is another.
 So the products of a step go with twins, which are leaves of their own; whoever moves the weights writes them anew.
+Those in float8 are rounded from the twin.
 """
 
 # O outputs of all layers of a product, I inputs
@@ -20,7 +21,7 @@ from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.feedforward import GluFeedForward, MlpFeedForward
 from trivium.parts.linear import Linear
 
-Parted = MultiHeadAttention | GluFeedForward | MlpFeedForward
+Multiplying = MultiHeadAttention | GluFeedForward | MlpFeedForward
 
 
 class Pair(NamedTuple):
@@ -37,14 +38,13 @@ class Twins:
     def __init__(self, model: nn.Module) -> None:
         self.scale = torch.ones((), device=next(model.parameters()).device)  # what gradients are to be multiplied by
         self._twins: list[tuple[Tensor, tuple[Linear, ...]]] = []
-        self._seen: list[int] = []
         for module in model.modules():
-            if isinstance(module, Parted):
+            if isinstance(module, Multiplying):
                 for layers in module.products:
                     if all(_learns(layer) for layer in layers):
                         whole_OI = torch.cat([layer.weight.detach() for layer in layers])
                         self._twins.append((whole_OI.bfloat16().requires_grad_(), layers))
-        self._seen = self._versions()
+        self._seen, self._trusted = self._versions(), True
 
     def refresh(self) -> None:
         """Take over what others have written into the weights since, as when a checkpoint is loaded.
@@ -53,7 +53,7 @@ class Twins:
         the others there is `outdate`.
         """
         versions = self._versions()
-        if versions == self._seen:
+        if self._trusted and versions == self._seen:
             return
         self._seen = versions
         with torch.no_grad():
@@ -62,9 +62,12 @@ class Twins:
                     part.copy_(layer.weight)
 
     def outdate(self) -> None:
-        """Weights that have a gradient of their own are about to be moved without their twins."""
+        """Weights that have a gradient of their own are about to be moved without their twins.
+
+        From then on every step takes them over: a recorded step moves them again, and does not say so.
+        """
         if any(layer.weight.grad is not None for _, layers in self._twins for layer in layers):
-            self._seen = []
+            self._trusted = False
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -98,7 +101,7 @@ class Twins:
             twin_OI.grad = None
 
     def drop(self) -> None:
-        """Give their memory back; all goes on without them."""
+        """Give their memory back; all goes on without them, until a job is made anew."""
         self._twins, self._seen = [], []
 
     def _versions(self) -> list[int]:

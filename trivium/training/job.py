@@ -73,6 +73,8 @@ class Job:
         self.skipped = [(int(first), int(end)) for first, end in state.get("skipped", [])]
         if not self.recipe.batch.micro:  # a number in the recipe wins over what was settled before
             self.micro = min(int(state.get("micro", self.micro)), self.recipe.batch.size)
+        if self.twins is not None and self.micro < self.recipe.batch.size:
+            self.twins.drop()  # as when memory ran out, for there is still no more of it
         self.scaler.load(state.get("scaler", {}))
 
     def in_use(self) -> AbstractContextManager[None]:

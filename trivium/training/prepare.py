@@ -218,9 +218,9 @@ LARGE = 100_000_000
 
 
 def twinned(recipe: Recipe) -> bool:
-    """Whether a step multiplies by twins of its matrices: where it is compiled for a GPU, and its batch is not parted.
+    """Whether a step multiplies by twins of its matrices: one compiled for a GPU, whose batch goes through as a whole.
 
-    Without a compiler, autocast casts every weight once a step, and gradients are cast back all the same.
+    What that is worth in an eager step has not been measured.
     """
     if torch.device(recipe.device).type != "cuda" or recipe.precision not in ("bf16", "fp8"):
         return False

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.parts.drawing import drawn, random
+from tests.parts.drawing import FORMULAS, drawn, random
 from trivium.parts import feedforward
 from trivium.parts.feedforward import BENT, Glu, Mlp
 from trivium.parts.site import Site
@@ -28,12 +27,6 @@ tl = triton.language
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "relu2": lambda x: F.relu(x).square(),
-}
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter"),

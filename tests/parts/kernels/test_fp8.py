@@ -159,9 +159,7 @@ def test_a_product_and_its_gradients_are_the_formulas_of_its_rounded_rows(dtype:
     rounded = fp8.quantized(x.detach().to(dtype))
     again = fp8.product8(x, weight, bias, dtype, rounded)
     with torch.no_grad():
-        plain = rounded.dense() @ fp8.quantized(weight).dense().t() + bias.to(
-            dtype
-        )  # rounded to dtype once, at the end
+        plain = rounded.dense() @ fp8.quantized(weight).dense().t() + bias.to(dtype)  # rounded once, at the end
         back = fp8.quantized(upstream).dense() @ fp8.quantized(weight.t()).dense().t()
         assert torch.equal(result, plain.to(dtype))
         assert torch.equal(again, result)

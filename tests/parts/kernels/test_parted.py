@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.parts.drawing import drawn, random
+from tests.parts.drawing import LAYOUTS, drawn, random
 from trivium.parts import attention
 from trivium.parts.attention import MultiHead, MultiHeadAttention
 from trivium.parts.masks import Mask, Resolved
@@ -25,14 +24,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "by tokens": lambda x_BHTE: x_BHTE.transpose(1, 2).contiguous().transpose(1, 2),
-    "by heads": lambda x_BHTE: x_BHTE.contiguous(),
-    "apart": lambda x_BHTE: F.pad(x_BHTE, (0, 16))[..., : x_BHTE.shape[-1]],
-    "turned": lambda x_BHTE: x_BHTE.mT.contiguous().mT,
-    "of one number": lambda x_BHTE: x_BHTE[:1, :1, :1, :1].expand_as(x_BHTE),
-}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

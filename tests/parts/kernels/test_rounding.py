@@ -5,15 +5,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tests.parts.drawing import random
+from tests.parts.drawing import FORMULAS, LAYOUTS, random
 from trivium.parts.feedforward import BENT
 from trivium.parts.kernels.fp8 import FORMAT, quantized
 
@@ -22,20 +20,7 @@ rounding: Any = pytest.importorskip("trivium.parts.kernels.rounding", reason="ne
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "relu2": lambda x: F.relu(x).square(),
-}
 SIZES = [(16, 256), (37, 300), (3, 1500), (1, 1), (1, 768), (70, 33), (2, 4500)]  # from 1,500 on in several pieces
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "by tokens": lambda x_BHTE: x_BHTE.transpose(1, 2).contiguous().transpose(1, 2),
-    "by heads": lambda x_BHTE: x_BHTE.contiguous(),
-    "apart": lambda x_BHTE: F.pad(x_BHTE, (0, 16))[..., : x_BHTE.shape[-1]],
-    "turned": lambda x_BHTE: x_BHTE.mT.contiguous().mT,
-    "of one number": lambda x_BHTE: x_BHTE[:1, :1, :1, :1].expand_as(x_BHTE),
-}
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter"),

@@ -1,6 +1,6 @@
 """Adam in one pass over memory, for a weight whose gradient and working copy are in bfloat16; only for a GPU.
 
-Clipping, both moments, the decay, the weight and its twin: 16 bytes are read and 14 written for each number.
+Clipping, both moments, the decay, the weight and its twin: 14 bytes are read and 14 written for each number.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"

@@ -28,8 +28,10 @@ MOST = tl.constexpr(torch.finfo(FORMAT).max)
 SHARE = tl.constexpr(1 / torch.finfo(FORMAT).max)
 ENDLESS = tl.constexpr(float("inf"))
 PROCESSORS = 132  # of an H200
-AT_ONCE = {4: 6, 8: 2, 16: 1, 32: 1}  # by warps: programs that walk for which each of them has registers
-HELD = 8192  # numbers of a row of which a processor holds four, one loading while others store; of wider ones but two
+# Programs that walk down the rows at the same time on one processor, by their warps: as many as its registers hold.
+AT_ONCE = {4: 6, 8: 2, 16: 1, 32: 1}
+# Rows of more numbers do not stay in registers until their scale is known, where two programs would fill a processor.
+HELD = 8192
 TWICE = Launch(1, 2048, 8)  # loads of 16 bytes, and many warps in few programs: what these write stays in the cache
 
 
