@@ -171,7 +171,7 @@ def test_compiled_or_recomputed_the_bits_are_the_same(way: str, bias: bool) -> N
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("unit", ["network", "cut"])
 @pytest.mark.parametrize("frozen", [0, 1, 2])  # the input, the first weight, its bias
 def test_what_is_frozen_in_a_larger_unit_costs_no_gradient(
