@@ -159,9 +159,10 @@ class Rules:
             known = self._known(name, wanted)
             if known is None:
                 reason = hint or "this is another kind of model"
-                raise CheckpointError(f"{where}: nobody reads the tensor {name}; {reason}")
+                raise CheckpointError(f"{where}: nobody reads the tensor {_shown(name)}; {reason}")
             if known in found:
-                raise CheckpointError(f"{where}: {name} and {found[known]} are the same tensor; remove one of them")
+                both = f"{_shown(name)} and {_shown(found[known])}"
+                raise CheckpointError(f"{where}: {both} are the same tensor; remove one of them")
             found[known] = name
         copies = self._resolve(found, wanted)
         steps = []
@@ -219,3 +220,8 @@ class Rules:
             else:
                 found[original] = found[copy]
         return present
+
+
+def _shown(name: str) -> str:
+    """A name out of a file, where there may be anything, on one line."""
+    return name if name.isprintable() else ascii(name)
