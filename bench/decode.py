@@ -150,15 +150,15 @@ def lines(sides: dict[str, Side], task: Task, half: bool, number: int, ceiling: 
     models = {id(side.model): side.model for side in sides.values()}.values()
     ours = sides["trivium"].model
     device = next(ours.parameters()).device
-    if half and device.type == "cuda":  # once only: each type is compiled anew
+    # once only: each type is compiled anew, and what a model keeps in float32 is made anew, which graphs then lack
+    if half and device.type == "cuda":
         _ = [model.bfloat16() for model in models]
     arrange(ours)  # as `tv.load` does
     memory = checked(sides, device)
-    if half:  # after the check: bfloat16 has ties, and which of two equals wins is chance
+    runs = {name: sides[name].run for name in memory}
+    if half and device.type != "cuda":  # after the check: bfloat16 has ties, and which of two equals wins is chance
         _ = [model.bfloat16() for model in models]
         arrange(ours)
-    runs = {name: sides[name].run for name in memory}
-    if half and device.type != "cuda":
         rounds(runs, 1, device, time.perf_counter)  # warm-up of the other type
     seconds = rounds(runs, number, device, time.perf_counter)
     best = fastest(summary(seconds, tokens=task.many, steps=task.steps), list(runs)[1:] or list(runs))

@@ -136,11 +136,11 @@ def printed(found: Sequence[Group], spans: Sequence[Span], steps: int, whole: fl
             f"{group.kind:<12} {group.microseconds / steps / 1e3:>9.3f} {group.microseconds / whole:>7.1%} "
             f"{group.launches / steps:>9.0f}   {group.heaviest[:80]}"
         )
-    names: dict[tuple[str, str], float] = {}
+    names: dict[tuple[str, str], list[float]] = {}
     for span in spans:
-        names[span.kind, span.name] = names.get((span.kind, span.name), 0.0) + span.length
-    for kind, name in sorted(names, key=lambda one: -names[one])[:top]:
-        yield f"  {names[kind, name] / steps / 1e3:>9.3f} ms  {kind:<11} {name[:100]}"
+        names.setdefault((span.kind, span.name), []).append(span.length)
+    for (kind, name), lengths in sorted(names.items(), key=lambda one: -sum(one[1]))[:top]:
+        yield f"  {sum(lengths) / steps / 1e3:>9.3f} ms {len(lengths) / steps:>5.0f} x  {kind:<11} {name[:100]}"
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:

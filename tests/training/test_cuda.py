@@ -14,6 +14,8 @@ import torch
 from tests.training.conftest import FAMILIES, finish, resume, start
 from tests.training.test_resume import assert_equal_ends, cut_copy
 from trivium.optim.optimizers import OPTIMIZERS
+from trivium.parts import residual
+from trivium.parts.residual import PostConnection
 from trivium.training import prepare
 from trivium.training.loop import Pending, updates
 from trivium.training.metrics import rows
@@ -136,3 +138,29 @@ def test_a_run_with_twins_is_close_to_one_without(
         found.append([float(update.loss) for update in updates(job)])
     assert found[1][-1] < found[1][0] - 0.3
     assert found[0] == pytest.approx(found[1], rel=2e-2 if precision == "fp8" else 1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_run_with_forked_post_norms_resumes_and_is_close_to_one_without(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"model.encoder.block.residual": "post", "model.encoder.block.attention.bias": "all"}
+    changes |= {"model.encoder.block.dropout": 0.0, "model.encoder.block.attention.dropout": 0.0, "stream": "bf16"}
+    changes |= {"batch.micro": 0, "checkpoint.every": 1, "checkpoint.keep": 30}
+    asked: list[bool] = []
+    forks = PostConnection.forks
+
+    def counted(self: PostConnection, x: torch.Tensor) -> bool:
+        asked.append(forks(self, x))
+        return asked[-1]
+
+    monkeypatch.setattr(PostConnection, "forks", counted)
+    recipe = small("encoder", device="cuda", precision="bf16", compile="graphs", deterministic="on", **changes)
+    straight, resumed = straight_and_resumed(recipe, tmp_path, 10)
+    assert_equal_ends(straight, resumed, 20)
+    assert any(asked)
+    monkeypatch.setattr(residual, "FORKED", False)
+    plain = start(recipe, tmp_path / "plain")
+    finish(plain)
+    losses = [[row["loss"] for row in rows(run / "metrics.jsonl")] for run in (straight, plain.folder)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)

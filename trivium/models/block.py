@@ -13,10 +13,11 @@ from trivium.parts.attention import ATTENTIONS, Attention, MultiHead
 from trivium.parts.cache import LayerCache
 from trivium.parts.dropout import dropout, locked
 from trivium.parts.feedforward import FEEDFORWARDS, FeedForward, Mlp
+from trivium.parts.linear import Linear
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import NORMS, LayerNorm, Norm
 from trivium.parts.positions import POSITIONS, Learned, Position, Positions
-from trivium.parts.residual import RESIDUALS, Connection, Pre, Residual
+from trivium.parts.residual import RESIDUALS, Connection, Fork, PostConnection, Pre, Residual
 from trivium.parts.site import Cost, NoPart, Site
 
 
@@ -124,6 +125,7 @@ class Around(NamedTuple):
     start: int
     source: Tensor | None = None
     source_mask: Resolved | None = None
+    fork: Fork | None = None  # of the stream, where nothing is computed again going back
 
 
 class StandardBlock(nn.Module):
@@ -140,15 +142,28 @@ class StandardBlock(nn.Module):
         self.lock = options.lock
 
     def forward(self, x: Tensor, here: Around) -> Tensor:
-        around = cast(Connection, self.around_attention)
-        y = self.attention(around.enter(x), here.mask, here.position, here.prepared, here.cache, here.start)
-        x = around.leave(x, locked(y, self.lock, self.training))
+        given: tuple[Any, ...] = (here.mask, here.position, here.prepared, here.cache, here.start)
+        x = self._join(self.around_attention, self.attention, x, here.fork, *given)
         if self.cross is not None:
-            around = cast(Connection, self.around_cross)
-            y = self.cross(around.enter(x), here.source_mask, here.position, None, here.cache, source_BSD=here.source)
-            x = around.leave(x, locked(y, self.lock, self.training))
-        around = cast(Connection, self.around_feedforward)
-        return around.leave(x, locked(self.feedforward(around.enter(x)), self.lock, self.training))
+            given = (here.source_mask, here.position, None, here.cache)
+            x = self._join(self.around_cross, self.cross, x, here.fork, *given, source_BSD=here.source)
+        return self._join(self.around_feedforward, self.feedforward, x, here.fork)
+
+    def _join(
+        self, around: nn.Module, part: nn.Module, x: Tensor, fork: Fork | None, *given: Any, **named: Any
+    ) -> Tensor:
+        """The stream behind a part, which is told what was `given`."""
+        writer, lock = getattr(part, "writer", None), self.lock if self.training else 0.0
+        # in float8 the compiler rounds what is normed, and its gradient, in passing: the kernel would be one more read
+        wide = not (isinstance(writer, Linear) and writer.narrow)
+        if fork is None or lock or not wide or not isinstance(around, PostConnection) or not around.forks(x):
+            plain = cast(Connection, around)
+            return plain.leave(x, locked(part(plain.enter(x), *given, **named), lock, self.training))
+        past, into = fork.ends(x)
+        bias = writer.bias if type(writer) is Linear and writer.bias is not None and writer.bias.requires_grad else None
+        if bias is not None:
+            named["lend"] = True
+        return around.fork(past, part(into, *given, **named), bias, fork)
 
 
 class ParallelBlock(nn.Module):

@@ -17,6 +17,7 @@ from trivium.parts.dropout import locked
 from trivium.parts.hardware import working
 from trivium.parts.masks import AnyMask, Mask, Resolved
 from trivium.parts.positions import Positions
+from trivium.parts.residual import Fork
 
 
 class PlainStack(nn.Module):
@@ -67,6 +68,7 @@ class PlainStack(nn.Module):
         across: Resolved | None = None
         if source is not None:
             across = (source_mask or Mask()).resolve(x_BTD.shape[1], source.shape[1], x_BTD.device)
+        fork = None if self.recompute else Fork()
         resolved: dict[tuple[int, int], Resolved] = {}  # once for all layers with the same window and positions
         for layer, block in enumerate(self.blocks):
             window, index = self.windows[layer], self.position_of[layer]
@@ -79,7 +81,7 @@ class PlainStack(nn.Module):
                 found = found.together(*sizes) if noisy else found  # then by SDPA: once for all layers
                 resolved[window, index] = found
             layer_cache = None if cache is None else cache.layers[layer]
-            here = Around(resolved[window, index], position, prepared[index], layer_cache, start, source, across)
+            here = Around(resolved[window, index], position, prepared[index], layer_cache, start, source, across, fork)
             if self.recompute and self.training:
                 x_BTD = cast(Tensor, checkpoint(block, x_BTD, here, use_reentrant=False))
             else:

@@ -20,7 +20,7 @@ from trivium.errors import ConfigError
 from trivium.parts.cache import LayerCache, Shape
 from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8
-from trivium.parts.linear import Linear, columns, in_float8, matrix_of, product, together
+from trivium.parts.linear import Linear, columns, in_float8, lending, matrix_of, product, together
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import RMSNormed
 from trivium.parts.positions import Positions
@@ -134,10 +134,30 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache | None = None,
         start: int = 0,
         source_BSD: Tensor | None = None,
+        lend: bool = False,
     ) -> Tensor:
-        """Attend from `x` to itself and the cache up to `start`, or to `source` if one is given."""
-        if source_BSD is not None:
-            return self._across(x_BTD, source_BSD, mask, cache)
+        """Attend from `x` to itself and the cache up to `start`, or to `source` if one is given.
+
+        With `lend` the bias of the last layer is a constant.
+        """
+        mixed_BTC = (
+            self._within(x_BTD, mask, position, prepared, cache, start)
+            if source_BSD is None
+            else self._across(x_BTD, source_BSD, mask, cache)
+        )
+        result: Tensor = lending(self.out, mixed_BTC) if lend else self.out(mixed_BTC)
+        return result
+
+    def _within(
+        self,
+        x_BTD: Tensor,
+        mask: Resolved,
+        position: Positions,
+        prepared: Any,
+        cache: LayerCache | None,
+        start: int,
+    ) -> Tensor:
+        """The mixed values of all heads, from `x` itself and the cache."""
         bare = mask.mask is None and type(position).rotate is Positions.rotate
         query_BHTE, key_BGSE, value_BGSE = self._project(x_BTD, bare)
         dtype, plain = query_BHTE.dtype, _slow(query_BHTE)
@@ -152,11 +172,10 @@ class MultiHeadAttention(nn.Module):
         if mixed_BHTE is None:
             with torch.autocast("cpu", enabled=False) if plain else contextlib.nullcontext():
                 mixed_BHTE = self._attend(query_BHTE, key_BGSE, value_BGSE, mask, position, prepared)
-        result: Tensor = self.out(mixed_BHTE.to(dtype).transpose(1, 2).flatten(2))
-        return result
+        return mixed_BHTE.to(dtype).transpose(1, 2).flatten(2)
 
     def _across(self, x_BTD: Tensor, source_BSD: Tensor, mask: Resolved, cache: LayerCache | None) -> Tensor:
-        """Attend from `x` to a source, without positions; with a cache its keys and values are computed once."""
+        """The same from a source, without positions; with a cache its keys and values are computed once."""
         query_BHTE = self._normed(self._split(self.query(x_BTD), self.size), self.query_norm)
         if cache is not None and cache.across is not None:
             key_BGSE, value_BGSE = cache.across
@@ -171,8 +190,7 @@ class MultiHeadAttention(nn.Module):
             query_BHTE, key_BGSE, value_BGSE = query_BHTE.float(), key_BGSE.float(), value_BGSE.float()
         with torch.autocast("cpu", enabled=False) if plain else contextlib.nullcontext():
             mixed_BHTE = self._sdpa(query_BHTE, key_BGSE, value_BGSE, mask)
-        result: Tensor = self.out(mixed_BHTE.to(dtype).transpose(1, 2).flatten(2))
-        return result
+        return mixed_BHTE.to(dtype).transpose(1, 2).flatten(2)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Resolved, position: Positions, prepared: Any
@@ -269,6 +287,11 @@ class MultiHeadAttention(nn.Module):
     @property
     def _alike(self) -> bool:
         return not self.grouped and self.size == self.value_size
+
+    @property
+    def writer(self) -> nn.Module:
+        """The last layer."""
+        return self.out
 
     @property
     def products(self) -> list[tuple[Linear, ...]]:

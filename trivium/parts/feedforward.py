@@ -17,7 +17,7 @@ from trivium.parts.dropout import dropout, locked
 from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8, rectify
 from trivium.parts.kernels.eager import SquaredRelu, wanted
-from trivium.parts.linear import Linear, in_float8, matrix_of, product, together
+from trivium.parts.linear import Linear, in_float8, lending, matrix_of, product, together
 from trivium.parts.site import MOST, Cost, Site, matrix
 
 Activation = Literal[
@@ -127,16 +127,23 @@ class MlpFeedForward(nn.Module):
     def products(self) -> list[tuple[Linear, ...]]:
         return [(self.up,), (self.down,)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def writer(self) -> nn.Module:
+        """The last layer."""
+        return self.down
+
+    def forward(self, x: Tensor, lend: bool = False) -> Tensor:
+        """With `lend` the bias of the last layer is a constant."""
         if self.bent and _narrow(x, self.up):
-            return _down(self, *fp8.hidden8(x, matrix_of(x, self.up), self.up.bias, self.bent, working(x)))
+            made = fp8.hidden8(x, matrix_of(x, self.up), self.up.bias, self.bent, working(x))
+            return _down(self, *made, lend=lend)
         if self.bent and _by_kernel(x, self.up):
             hidden = _bent(x, matrix_of(x, self.up), self.up.bias, self.bent)
         elif self.rectified and _by_kernel(x, self.up):
             hidden = rectify.rectified(x, matrix_of(x, self.up), self.up.bias, torch.bfloat16)
         else:
             hidden = self.activation(self.up(x))
-        return _down(self, hidden)
+        return _down(self, hidden, lend=lend)
 
 
 class GluFeedForward(nn.Module):
@@ -154,25 +161,34 @@ class GluFeedForward(nn.Module):
     def products(self) -> list[tuple[Linear, ...]]:
         return [(self.gate, self.up), (self.down,)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def writer(self) -> nn.Module:
+        """The last layer."""
+        return self.down
+
+    def forward(self, x: Tensor, lend: bool = False) -> Tensor:
+        """With `lend` the bias of the last layer is a constant."""
         narrow = _narrow(x, self.gate, self.up)
         if not self.bent or not (narrow or _by_kernel(x, self.gate, self.up)):
             gate, up = together(x, self.gate, self.up)
-            return _down(self, self.activation(gate) * up)
+            return _down(self, self.activation(gate) * up, lend=lend)
         weight = matrix_of(x, self.gate, self.up)
         bias = None if self.up.bias is None else torch.cat((self.gate.bias, self.up.bias))
         if narrow:
-            return _down(self, *fp8.hidden8(x, weight, bias, self.bent, working(x), gated=True))
-        return _down(self, _bent(x, weight, bias, self.bent, gated=True))
+            return _down(self, *fp8.hidden8(x, weight, bias, self.bent, working(x), gated=True), lend=lend)
+        return _down(self, _bent(x, weight, bias, self.bent, gated=True), lend=lend)
 
 
-def _down(part: MlpFeedForward | GluFeedForward, hidden: Tensor, rounded: fp8.Scaled | None = None) -> Tensor:
+def _down(
+    part: MlpFeedForward | GluFeedForward, hidden: Tensor, rounded: fp8.Scaled | None = None, *, lend: bool = False
+) -> Tensor:
     """What a network makes of its hidden layer, the rows of which may be `rounded` already for products in float8."""
     down = part.down
     whole = not part.training or not (part.dropout or part.lock)
     if rounded is not None and whole and _narrow(hidden, down):
         return fp8.product8(hidden, matrix_of(hidden, down), down.bias, hidden.dtype, rounded)
-    result: Tensor = down(dropout(locked(hidden, part.lock, part.training), part.dropout, part.training))
+    kept = dropout(locked(hidden, part.lock, part.training), part.dropout, part.training)
+    result: Tensor = lending(down, kept) if lend else down(kept)
     return result
 
 

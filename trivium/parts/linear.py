@@ -37,6 +37,11 @@ class Linear(nn.Linear):
         return product(input, matrix_of(input, self), self.bias, narrow=self.narrow)
 
 
+def lending(layer: Linear, x: Tensor) -> Tensor:
+    """What the layer makes of `x`, its bias as a constant: the gradient of that is left to whoever takes the result."""
+    return product(x, matrix_of(x, layer), layer.bias.detach(), narrow=layer.narrow)
+
+
 def narrowed(model: nn.Module, narrow: bool) -> None:
     """Let a model train with products in float8, or not; those of sizes that the kernels lack stay as they are."""
     for module in model.modules():

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from trivium.parts.dropout import dropout
-from trivium.parts.norms import Norm
+from trivium.parts.hardware import working
+from trivium.parts.norms import LayerNormed, Norm
 from trivium.parts.site import Cost, Site
+
+# Whether the kernel of kernels/postnorm.py makes the gradients of a norm behind a part, in training on a GPU.
+FORKED = find_spec("triton") is not None
+WIDEST = 4096  # of its rows
 
 
 class Connection(Protocol):
@@ -96,6 +103,25 @@ class PreConnection(nn.Module):
         return x + dropout(y, self.dropout, self.training)
 
 
+class Fork:
+    """The stream behind a post-norm as two tensors of the same numbers: the next part reads one, the other goes past.
+
+    So their gradients come apart to the norm, whose kernel adds them up in passing.
+    """
+
+    def __init__(self) -> None:
+        self._ends: tuple[Tensor, Tensor] | None = None
+
+    def ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both of them; `x` twice if it is not the first of those that were left here."""
+        return self._ends if self._ends is not None and self._ends[0] is x else (x, x)
+
+    def put(self, past: Tensor, into: Tensor) -> Tensor:
+        """Leave both here, and give back the first."""
+        self._ends = past, into
+        return past
+
+
 class PostConnection(nn.Module):
     def __init__(self, norm: nn.Module, rate: float) -> None:
         super().__init__()
@@ -108,6 +134,21 @@ class PostConnection(nn.Module):
     def leave(self, x: Tensor, y: Tensor) -> Tensor:
         result: Tensor = self.norm(x + dropout(y, self.dropout, self.training))
         return result.to(x.dtype)  # autocast makes every norm float32
+
+    def forks(self, x: Tensor) -> bool:
+        """Whether `fork` does what `leave` does: in training on a GPU with a stream of bfloat16 and no dropout."""
+        if not FORKED or x.device.type != "cuda" or not torch.is_grad_enabled() or (self.training and self.dropout):
+            return False
+        half = x.dtype == working(x) == torch.bfloat16
+        return half and type(self.norm) is LayerNormed and x.shape[-1] <= WIDEST
+
+    def fork(self, x: Tensor, y: Tensor, bias: Tensor | None, fork: Fork) -> Tensor:
+        """As `leave`; the gradients of the norm and of the `bias`, a constant inside `y`, are made by one kernel."""
+        from trivium.parts.kernels import postnorm  # not above: without a GPU there is no Triton
+
+        norm = self.norm
+        assert isinstance(norm, LayerNormed)
+        return fork.put(*postnorm.normed(x, y, bias, norm.weight, norm.bias, norm.eps))
 
 
 class SandwichConnection(nn.Module):
