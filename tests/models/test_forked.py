@@ -21,7 +21,10 @@ from trivium.models.transformer import Transformer
 from trivium.parts import residual
 from trivium.parts.attention import MultiHead
 from trivium.parts.feedforward import Glu, Mlp
-from trivium.parts.residual import Post, PostConnection, Pre
+from trivium.parts.linear import Linear, lent
+from trivium.parts.norms import LayerNorm, Norm, RMSNorm
+from trivium.parts.residual import Fork, Post, PostConnection, Pre
+from trivium.parts.site import Site
 
 GPU = torch.cuda.is_available()
 BIASED = MultiHead(bias="all")
@@ -56,6 +59,21 @@ def gradients(one: Transformer, tokens: Tensor) -> list[Tensor]:
 
 
 @pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every stream that a norm before it could have forked, whether it is two tensors."""
+    found: list[bool] = []
+    ends = Fork.ends
+
+    def counted(self: Fork, x: Tensor) -> tuple[Tensor, Tensor]:
+        past, into = ends(self, x)
+        found.append(past is not into)
+        return past, into
+
+    monkeypatch.setattr(Fork, "ends", counted)
+    return found
+
+
+@pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each norm that is forked has a bias lent to it; the kernel's part is played by plain operations."""
     found: list[bool] = []
@@ -76,15 +94,38 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_forked_stream_has_the_gradients_of_the_plain_one(
-    name: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+    name: str, calls: list[bool], forked: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All but the first part of each side read a stream that comes from a norm."""
     sides, norms = CASES[name]
     one, tokens = model(sides), some_ids(2, 7)
     fast = gradients(one, tokens)
     assert calls == [name != "no bias"] * norms
+    assert forked == [False, True, True, True, False, True, True, True, True, True][:norms]
     monkeypatch.setattr(PostConnection, "forks", lambda self, x: False)
     slow = gradients(one, tokens)
     assert len(calls) == norms
+    for ours, theirs in zip(fast, slow, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_a_compiled_model_has_a_forked_stream_too(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler must see that a layer is given what the norm before it has left; here the two are told apart."""
+    from trivium.parts.kernels import postnorm
+
+    normed = postnorm.normed
+
+    def told_apart(*given: Any) -> tuple[Tensor, Tensor]:
+        past, into = normed(*given)
+        return past, -into
+
+    one, tokens = model(CASES["both"][0]), some_ids(2, 7)
+    same = gradients(one, tokens)
+    monkeypatch.setattr(postnorm, "normed", told_apart)
+    slow = gradients(one, tokens)
+    fast = gradients(cast(Transformer, torch.compile(one, backend="aot_eager", fullgraph=True)), tokens)
+    torch._dynamo.reset()
+    assert any((ours - theirs).abs().max() > 1e-3 for ours, theirs in zip(slow, same, strict=True))
     for ours, theirs in zip(fast, slow, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
@@ -110,11 +151,59 @@ def test_nothing_is_forked_where_layers_are_computed_again(calls: list[bool]) ->
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-def test_nothing_is_forked_on_a_cpu() -> None:
-    around = Post().build(ModelConfig(width=32, context=4, vocab=8).site(), Block().norm, 0.0)
+class Elsewhere:
+    """A tensor of bfloat16 on a GPU, as far as anybody asks."""
+
+    def __init__(self, kind: str = "cuda", width: int = 32, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.device, self.shape, self.dtype = torch.device(kind), (1, 4, width), dtype
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "cpu": {"x": Elsewhere("cpu")},
+    "float32": {"x": Elsewhere(dtype=torch.float32)},
+    "float16": {"x": Elsewhere(dtype=torch.float16)},
+    "wide": {"x": Elsewhere(width=4097)},
+    "another norm": {"norm": RMSNorm()},
+    "dropout": {"rate": 0.1},
+    "no gradients": {"grad": False},
+    "all of bfloat16": {"kind": torch.bfloat16},
+}
+
+
+def forks(
+    x: Elsewhere, norm: Norm | None = None, rate: float = 0.0, kind: torch.dtype = torch.float32, grad: bool = True
+) -> bool:
+    around = Post().build(Site(width=32, context=4), norm or LayerNorm(), rate).to(kind).train()
     assert isinstance(around, PostConnection)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not around.forks(torch.zeros(1, 4, 32, dtype=torch.bfloat16))
+    with torch.set_grad_enabled(grad):
+        return around.forks(cast(Tensor, x))
+
+
+def test_a_stream_is_forked_where_the_kernel_does_what_the_norm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residual, "FORKED", True)
+    assert forks(Elsewhere())
+    assert forks(Elsewhere(width=4096))
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_and_not_elsewhere(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residual, "FORKED", True)
+    assert not forks(**{"x": Elsewhere(), **REFUSED[why]})
+
+
+def test_without_triton_nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residual, "FORKED", False)
+    assert not forks(Elsewhere())
+
+
+def test_a_layer_of_another_kind_keeps_its_bias() -> None:
+    class Scaled(Linear):
+        """What wraps or replaces a layer may use the bias in its own way."""
+
+    assert lent(Linear(4, 4, bias=True, role="down")) is not None
+    assert lent(Scaled(4, 4, bias=True, role="down")) is None
+    assert lent(Linear(4, 4, bias=False, role="down")) is None
+    assert lent(None) is None
 
 
 @pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")

@@ -9,16 +9,19 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 from torch import Tensor, nn
 
 from trivium.config import fraction, place
-from trivium.parts.attention import ATTENTIONS, Attention, MultiHead
+from trivium.parts.attention import ATTENTIONS, Attention, MultiHead, MultiHeadAttention
 from trivium.parts.cache import LayerCache
 from trivium.parts.dropout import dropout, locked
-from trivium.parts.feedforward import FEEDFORWARDS, FeedForward, Mlp
-from trivium.parts.linear import Linear
+from trivium.parts.feedforward import FEEDFORWARDS, FeedForward, GluFeedForward, Mlp, MlpFeedForward
+from trivium.parts.linear import Linear, lent
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import NORMS, LayerNorm, Norm
 from trivium.parts.positions import POSITIONS, Learned, Position, Positions
 from trivium.parts.residual import RESIDUALS, Connection, Fork, PostConnection, Pre, Residual
 from trivium.parts.site import Cost, NoPart, Site
+
+# Parts that can leave the gradient of their last bias to the norm behind them.
+LENDERS = (MultiHeadAttention, MlpFeedForward, GluFeedForward)
 
 
 class AnyBlock(Protocol):
@@ -153,14 +156,14 @@ class StandardBlock(nn.Module):
         self, around: nn.Module, part: nn.Module, x: Tensor, fork: Fork | None, *given: Any, **named: Any
     ) -> Tensor:
         """The stream behind a part, which is told what was `given`."""
-        writer, lock = getattr(part, "writer", None), self.lock if self.training else 0.0
+        writer = part.writer if isinstance(part, LENDERS) else None
         # in float8 the compiler rounds what is normed, and its gradient, in passing: the kernel would be one more read
-        wide = not (isinstance(writer, Linear) and writer.narrow)
-        if fork is None or lock or not wide or not isinstance(around, PostConnection) or not around.forks(x):
+        kept = (self.training and self.lock) or (isinstance(writer, Linear) and writer.narrow)
+        if fork is None or kept or not isinstance(around, PostConnection) or not around.forks(x):
             plain = cast(Connection, around)
-            return plain.leave(x, locked(part(plain.enter(x), *given, **named), lock, self.training))
+            return plain.leave(x, locked(part(plain.enter(x), *given, **named), self.lock, self.training))
         past, into = fork.ends(x)
-        bias = writer.bias if type(writer) is Linear and writer.bias is not None and writer.bias.requires_grad else None
+        bias = lent(writer)
         if bias is not None:
             named["lend"] = True
         return around.fork(past, part(into, *given, **named), bias, fork)

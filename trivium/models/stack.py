@@ -68,7 +68,7 @@ class PlainStack(nn.Module):
         across: Resolved | None = None
         if source is not None:
             across = (source_mask or Mask()).resolve(x_BTD.shape[1], source.shape[1], x_BTD.device)
-        fork = None if self.recompute else Fork()
+        fork = None if self.recompute and self.training else Fork()
         resolved: dict[tuple[int, int], Resolved] = {}  # once for all layers with the same window and positions
         for layer, block in enumerate(self.blocks):
             window, index = self.windows[layer], self.position_of[layer]

@@ -290,7 +290,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def writer(self) -> nn.Module:
-        """The last layer."""
+        """The last layer, behind which nothing is done to its output."""
         return self.out
 
     @property

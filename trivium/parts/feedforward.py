@@ -129,7 +129,7 @@ class MlpFeedForward(nn.Module):
 
     @property
     def writer(self) -> nn.Module:
-        """The last layer."""
+        """The last layer, behind which nothing is done to its output."""
         return self.down
 
     def forward(self, x: Tensor, lend: bool = False) -> Tensor:
@@ -163,7 +163,7 @@ class GluFeedForward(nn.Module):
 
     @property
     def writer(self) -> nn.Module:
-        """The last layer."""
+        """The last layer, behind which nothing is done to its output."""
         return self.down
 
     def forward(self, x: Tensor, lend: bool = False) -> Tensor:
@@ -186,7 +186,8 @@ def _down(
     down = part.down
     whole = not part.training or not (part.dropout or part.lock)
     if rounded is not None and whole and _narrow(hidden, down):
-        return fp8.product8(hidden, matrix_of(hidden, down), down.bias, hidden.dtype, rounded)
+        bias = down.bias.detach() if lend else down.bias
+        return fp8.product8(hidden, matrix_of(hidden, down), bias, hidden.dtype, rounded)
     kept = dropout(locked(hidden, part.lock, part.training), part.dropout, part.training)
     result: Tensor = lending(down, kept) if lend else down(kept)
     return result

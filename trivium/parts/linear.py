@@ -37,6 +37,13 @@ class Linear(nn.Linear):
         return product(input, matrix_of(input, self), self.bias, narrow=self.narrow)
 
 
+def lent(layer: nn.Module | None) -> Tensor | None:
+    """The bias of a layer, if it has one that learns and whose gradient may be made by others."""
+    if type(layer) is not Linear or layer.bias is None or not layer.bias.requires_grad:
+        return None
+    return layer.bias
+
+
 def lending(layer: Linear, x: Tensor) -> Tensor:
     """What the layer makes of `x`, its bias as a constant: the gradient of that is left to whoever takes the result."""
     return product(x, matrix_of(x, layer), layer.bias.detach(), narrow=layer.narrow)

@@ -136,11 +136,16 @@ class PostConnection(nn.Module):
         return result.to(x.dtype)  # autocast makes every norm float32
 
     def forks(self, x: Tensor) -> bool:
-        """Whether `fork` does what `leave` does: in training on a GPU with a stream of bfloat16 and no dropout."""
+        """Whether `fork` takes the place of `leave`: where gradients are made on a GPU, if it does the same.
+
+        The stream is of bfloat16 then, the norm's weights are not, and there is no dropout. Hooks of the norm, and of
+        the last layer of a part that lends its bias, are not called.
+        """
         if not FORKED or x.device.type != "cuda" or not torch.is_grad_enabled() or (self.training and self.dropout):
             return False
-        half = x.dtype == working(x) == torch.bfloat16
-        return half and type(self.norm) is LayerNormed and x.shape[-1] <= WIDEST
+        if type(self.norm) is not LayerNormed or self.norm.weight.dtype != torch.float32:
+            return False
+        return x.dtype == working(x) == torch.bfloat16 and x.shape[-1] <= WIDEST
 
     def fork(self, x: Tensor, y: Tensor, bias: Tensor | None, fork: Fork) -> Tensor:
         """As `leave`; the gradients of the norm and of the `bias`, a constant inside `y`, are made by one kernel."""

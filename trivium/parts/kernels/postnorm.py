@@ -25,7 +25,7 @@ class Launch(NamedTuple):
     numbers: int = 4096
     warps: int = 4
     stages: int = 3
-    parts: int = 264  # for each of which the columns are summed; fixed, so that the order of the sum is
+    parts: int = 264  # two for each processor of an H200; fixed, so that the order of the sums is
 
 
 LAUNCH = Launch()
@@ -51,7 +51,7 @@ def unnorm_kernel(
         grad = tl.load(past + here, mask=mask, other=0.0).to(tl.float32)
         grad += tl.load(into + here, mask=mask, other=0.0).to(tl.float32)
         centre = tl.load(mean + token, mask=real, other=0.0)[:, None]
-        spread = tl.load(rstd + token, mask=real, other=0.0)[:, None]  # 0 behind the last token: it adds nothing
+        spread = tl.load(rstd + token, mask=real, other=0.0)[:, None]
         normed = (tl.load(total + here, mask=mask, other=0.0).to(tl.float32) - centre) * spread
         slope = grad * scale
         straight = tl.sum(slope, 1)[:, None] / WIDTH
@@ -78,9 +78,8 @@ def normed(
     return found
 
 
-# Torch 2.11 gets a compiled Function wrong whose forward writes in place (its issue 180642) or is given a tensor twice
-# (181146), and one with an output that is made from another output: that one's gradient then counts twice. Here both
-# are views of what nobody returns, `x` is never `y`, and no parameter another. What goes forward is the compiler's.
+# Besides what parted.py tells of compiled Functions, torch 2.11 gets one wrong that makes an output from another one,
+# whose gradient then counts twice. Here both are views of what is not returned itself.
 
 
 class Normed(torch.autograd.Function):
@@ -90,7 +89,7 @@ class Normed(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, bias: Tensor | None, weight: Tensor, shift: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        total = x + y
+        total = (x + y).contiguous()
         wide, mean, rstd = torch.native_layer_norm(total.float(), weight.shape, weight, shift, eps)
         ctx.save_for_backward(total, mean, rstd, weight)
         ctx.bias, ctx.shift = (None if one is None else one.dtype for one in (bias, shift))
