@@ -140,12 +140,12 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on_exactly(
     small: Make, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     """R14."""
-    recipe = small(**{"budget.steps": 400, "checkpoint.every": 50.0, "evaluate.every": 100.0, "sample.every": 0.0})
+    recipe = small(**{"budget.steps": 200, "checkpoint.every": 20.0, "evaluate.every": 100.0, "sample.every": 0.0})
     straight = start(recipe, tmp_path / "straight")
     finish(straight)
     process = _spawn(recipe, tmp_path / "runs")
     folder = tmp_path / "runs" / "small"
-    _wait_for(folder / "checkpoints" / "step-00000050", process)
+    _wait_for(folder / "checkpoints" / "step-00000020", process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
@@ -155,11 +155,11 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on_exactly(
     assert stopped is not None
     assert rows(folder / "metrics.jsonl")[-1]["step"] == stopped.step
     finish(resume(folder))
-    assert_equal_ends(straight.folder, folder, 400)
+    assert_equal_ends(straight.folder, folder, 200)
 
 
 def test_a_killed_run_goes_on_exactly(small: Make, tmp_path: Path, count: Callable[[int, int], int]) -> None:
-    recipe = small(**{"budget.steps": 300, "checkpoint.every": 7.0, "evaluate.every": 100.0, "sample.every": 0.0})
+    recipe = small(**{"budget.steps": 150, "checkpoint.every": 7.0, "evaluate.every": 50.0, "sample.every": 0.0})
     straight = start(recipe, tmp_path / "straight")
     finish(straight)
     for attempt in range(count(1, 10)):
@@ -172,7 +172,7 @@ def test_a_killed_run_goes_on_exactly(small: Make, tmp_path: Path, count: Callab
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         finish(resume(folder))
-        assert_equal_ends(straight.folder, folder, 300)
+        assert_equal_ends(straight.folder, folder, 150)
 
 
 @pytest.mark.parametrize("step", [5, 10, 20])
