@@ -20,10 +20,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, shown
+from trivium.files import read_inside, read_regular
 
 T = TypeVar("T")
 Layer = Mapping[str, Any]
+
+_LARGEST = 4 << 20  # bytes of a TOML file
+_LOWEST, _HIGHEST = -(2**63), 2**63 - 1  # whole numbers, as in TOML
+_KEY = 80  # characters of a key in a sentence
+_PARTS = 100  # of a dotted key
+_HINTED = 100  # problems for which the nearest name is looked for
 
 
 def place(table: Mapping[str, type[Any]], default: Any) -> Any:
@@ -60,19 +67,34 @@ class Text(str):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The table in a TOML file."""
+    """The table in a TOML file of at most 4 MiB that a user named."""
+    return _read(path, lambda: read_regular(path, _LARGEST))
+
+
+def read_of(folder: Path, name: str = "config.toml") -> dict[str, Any]:
+    """The same of a file in a run's folder, which must not be a link that leads out of it."""
+    return _read(folder / name, lambda: read_inside(folder, name, _LARGEST))
+
+
+def _read(path: Path, content: Callable[[], bytes]) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = content().decode()
+        # the parser takes a time that grows with the square of the parts of one key
+        if any(line.partition("=")[0].count(".") > _PARTS for line in text.split("\n")):
+            raise ConfigError(f"{path} is not a recipe: it has a key of more than {_PARTS} parts")
+        return tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; name a TOML file, a recipe or a run's folder") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; name a TOML file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is not a recipe: its tables or lists are nested too deep") from None
+    except ValueError as error:  # a TOMLDecodeError, or an integer of more than 4,300 digits
         raise ConfigError(f"{path} is not TOML: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; name a TOML file") from None
 
 
 def assignments(pairs: Iterable[str]) -> dict[str, Any]:
@@ -83,7 +105,7 @@ def assignments(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in sorted(pairs, key=lambda pair: pair.partition("=")[0].count(".")):
         key, sign, value = pair.partition("=")
         if not sign or not key.strip():
-            errors.append(ConfigError(f"{pair!r} is not of the form key=value"))
+            errors.append(ConfigError(f"{shown(pair)} is not of the form key=value"))
             continue
         try:
             _nest(layer, key.strip(), Text(value.strip()))
@@ -95,6 +117,8 @@ def assignments(pairs: Iterable[str]) -> dict[str, Any]:
 
 def overrides(values: Mapping[str, Any]) -> dict[str, Any]:
     """The layer that a mapping of dotted keys to Python values describes."""
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f'overrides: expects a mapping such as {{"optim.rate": 1e-3}}, not {shown(values)}')
     layer: dict[str, Any] = {}
     for key, value in sorted(values.items(), key=lambda item: item[0].count(".")):
         _nest(layer, key, value)
@@ -108,7 +132,7 @@ def _nest(layer: dict[str, Any], key: str, value: Any) -> None:
         if isinstance(inner, str):  # `norm=rms norm.eps=1e-6`: the short form names the kind
             inner = layer[step] = {"": inner}
         if not isinstance(inner, dict):
-            raise ConfigError(f"{key}: {step} is already set to a whole value")
+            raise ConfigError(f"{_cut(key)}: {_cut(step)} is already set to a whole value")
         layer = inner
     layer[leaf] = value
 
@@ -133,7 +157,7 @@ class _Loader:
         self.errors: list[ConfigError] = []
 
     def fail(self, key: str, message: str) -> Any:
-        self.errors.append(ConfigError(f"{key}: {message}" if key else message))
+        self.errors.append(ConfigError(f"{_cut(key)}: {message}" if key else message))
         return _FAILED
 
     def node(self, hint: Any, meta: Mapping[str, Any], base: Any, layers: list[Any], key: str) -> Any:
@@ -159,7 +183,7 @@ class _Loader:
                 if dataclasses.is_dataclass(layer) and not isinstance(layer, type):
                     base, tables, named = layer, [], None
                     continue
-                return self.fail(key, f"expects a table of settings, not {_show(layer)}")
+                return self.fail(key, f"expects a table of settings, not {shown(layer, 60)}")
             table = dict(layer)
             if "" in table and short:
                 table[short] = table.pop("")
@@ -173,21 +197,22 @@ class _Loader:
                     base, tables = cls(), []
             tables.append(table)
         if named is not None:
-            maker = meta["presets"].get(str(named))
+            maker = meta["presets"].get(named) if isinstance(named, str) else None
             if maker is None:
-                return self.fail(key, f"there is no preset {str(named)!r}{_nearest(str(named), meta['presets'])}")
+                return self.fail(key, f"there is no preset {shown(named)}{_nearest(named, meta['presets'])}")
             base = maker()
         return base, tables
 
     def kind(self, table: Mapping[str, type[Any]], name: Any, key: str) -> Any:
-        cls = table.get(str(name)) or self.parts.get(str(name))
-        return cls or self.fail(f"{key}.kind", f"there is no kind {str(name)!r}{_nearest(str(name), table)}")
+        cls = (table.get(name) or self.parts.get(name)) if isinstance(name, str) else None
+        return cls or self.fail(f"{key}.kind", f"there is no kind {shown(name)}{_nearest(name, table)}")
 
     def fields(self, base: Any, layers: list[dict[str, Any]], key: str) -> Any:
         cls = type(base)
         hints, fields = _hints(cls), {field.name: field for field in dataclasses.fields(cls)}
         for name in dict.fromkeys(name for layer in layers for name in layer if name not in fields):
-            self.fail(f"{key}.{name}".lstrip("."), f"is not a setting{_nearest(name, fields)}")
+            hint = _nearest(name, fields) if len(self.errors) < _HINTED else ""
+            self.fail(f"{key}.{name}".lstrip("."), f"is not a setting{hint}")
         values: dict[str, Any] = {}
         for name, field in fields.items():
             given = [layer[name] for layer in layers if name in layer]
@@ -210,7 +235,7 @@ class _Loader:
             return _FAILED
         wrong = [layer for layer in layers if not isinstance(layer, Mapping)]
         if wrong:
-            return self.fail(key, f"expects a table of named variants, not {_show(wrong[0])}")
+            return self.fail(key, f"expects a table of named variants, not {shown(wrong[0], 60)}")
         result = dict(current)
         for name in dict.fromkeys(name for layer in layers for name in layer):
             given = [layer[name] for layer in layers if name in layer]
@@ -236,20 +261,27 @@ def _convert(hint: Any, value: Any) -> Any:
         value = str(value) if isinstance(value, Text) else value
         if value in args:
             return value
-        raise ValueError(f"{_show(value)} is not one of {', '.join(map(str, args))}{_nearest(str(value), args)}")
+        raise ValueError(f"{shown(value, 60)} is not one of {', '.join(map(str, args))}{_nearest(value, args)}")
     if origin is tuple:
         if not isinstance(value, list | tuple):
             value = [typed if args[0] is str else value]
         return tuple(_convert(args[0], item) for item in value)
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+    if hint is int and isinstance(value, int) and not isinstance(value, bool) and _LOWEST <= value <= _HIGHEST:
         return value
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and _finite(value):
         return float(value)
     if hint is str and isinstance(value, str | Path):
         return _unicode(_unquote(value) if isinstance(value, Text) else str(value))
-    raise ValueError(f"expects {_NAMES.get(hint, hint)}, not {_show(value)}")
+    raise ValueError(f"expects {_NAMES.get(hint, hint)}, not {shown(value, 60)}")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def _convert_any(hints: Sequence[Any], value: Any) -> Any:
@@ -259,7 +291,7 @@ def _convert_any(hints: Sequence[Any], value: Any) -> Any:
             return _convert(hint, value)
         except ValueError:
             continue
-    raise ValueError(f"expects {' or '.join(str(_NAMES.get(hint, hint)) for hint in hints)}, not {_show(value)}")
+    raise ValueError(f"expects {' or '.join(str(_NAMES.get(hint, hint)) for hint in hints)}, not {shown(value, 60)}")
 
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -268,7 +300,7 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def _typed(text: Text) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return str(text)
 
 
@@ -276,7 +308,7 @@ def _unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"expects text in Unicode, not {text!r}") from None
+        raise ValueError(f"expects text in Unicode, not {shown(text, 60)}") from None
     return text
 
 
@@ -284,15 +316,15 @@ def _unquote(text: Text) -> str:
     return str(_typed(text)) if text[:1] in ("'", '"') else str(text)
 
 
-def _show(value: Any) -> str:
-    text = repr(str(value) if isinstance(value, Text) else value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _cut(key: str) -> str:
+    """A key for a sentence: the end of a long one, where the misspelling is."""
+    return key if len(key) <= _KEY else f"...{key[3 - _KEY :]}"
 
 
-def _nearest(name: str, names: Iterable[Any]) -> str:
+def _nearest(name: object, names: Iterable[Any]) -> str:
     """A hint: the valid name nearest to a misspelt one, or all of them if there are few."""
     known = [str(known) for known in names]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name)[:_KEY] if isinstance(name, str) else "", known, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]}?"
     return f"; it is one of {', '.join(known)}" if 0 < len(known) <= 12 else ""
@@ -300,7 +332,7 @@ def _nearest(name: str, names: Iterable[Any]) -> str:
 
 def unknown(what: str, name: str, names: Iterable[str]) -> ConfigError:
     """The error for a name that is in no table, with the nearest one that is."""
-    return ConfigError(f"there is no {what} {name!r}{_nearest(name, names)}")
+    return ConfigError(f"there is no {what} {shown(name)}{_nearest(name, names)}")
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:

@@ -5,13 +5,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LONGEST = 1000  # characters of a sentence
+_MOST = 100  # problems that one error lists
 
 
 class TriviumError(Exception):
-    """A failure told in one sentence; the command line prints it without a traceback."""
+    """A failure in one sentence per line, of bounded length; the command line prints it without a traceback."""
 
     exit_code = 1
+
+    def __init__(self, *sentences: str) -> None:
+        super().__init__("\n".join(map(printable, sentences)))
 
 
 class UserError(TriviumError):
@@ -24,8 +37,16 @@ class ConfigError(UserError):
     """One or more problems in a configuration, each with its dotted key, all reported at once."""
 
     def __init__(self, *problems: str) -> None:
-        self.problems: tuple[str, ...] = problems
-        super().__init__("\n".join(problems))
+        more = len(problems) - _MOST
+        if more > 1:
+            problems = (*problems[:_MOST], f"and {more:,} problems more; correct these first")
+        self.problems: tuple[str, ...] = tuple(map(printable, problems))
+        super().__init__(*problems)
+
+    @property
+    def sentence(self) -> str:
+        """All problems on one line, to stand inside another error."""
+        return "; ".join(self.problems)
 
     def under(self, key: str) -> ConfigError:
         """The same problems as seen from the parent of `key`."""
@@ -55,6 +76,10 @@ class RequestError(UserError):
     """A model was asked for something that it cannot do."""
 
 
+class FileError(UserError):
+    """The operating system refused to read or write a file: no space, no permission, a broken disk."""
+
+
 class Diverged(TriviumError):
     """The loss or a gradient stopped being finite; the weights are those of the last good step."""
 
@@ -69,6 +94,67 @@ class Interrupted(TriviumError):
     def __init__(self, message: str, exit_code: int) -> None:
         self.exit_code = exit_code
         super().__init__(message)
+
+
+def printable(text: str, most: int = LONGEST) -> str:
+    """`text` on one line, with characters that a terminal would obey as escapes, cut in the middle if it is longer."""
+    if len(text) > most:
+        tail = most // 4
+        text = f"{text[: most - tail - 5]} ... {text[-tail:]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(value: object, most: int = 80) -> str:
+    """The repr of a value for a sentence, cut: a file may hold a name of any length or depth."""
+    try:
+        text = repr(value[: most + 1] if isinstance(value, str | bytes) else value)
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, or nested too deep
+        text = f"a long {type(value).__name__}" if isinstance(value, int) else f"a deep {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def listed(names: Iterable[str], most: int = 10) -> str:
+    """Names out of a file for a sentence: the first few, each of bounded length, and how many more there are."""
+    every = list(names)
+    first = [printable(name, 80) for name in every[:most]]
+    return ", ".join(first) + (f" and {len(every) - most:,} more" if len(every) > most else "")
+
+
+_HINTS = {
+    errno.ENOSPC: "make room, or name another folder",
+    errno.EDQUOT: "make room, or name another folder",
+    errno.EACCES: "change its permissions, or name another path",
+    errno.EPERM: "change its permissions, or name another path",
+    errno.EROFS: "name a path on a disk that can be written",
+    errno.ENAMETOOLONG: "name a shorter path",
+}
+
+
+def file_error(error: OSError, where: object) -> FileError:
+    """The sentence for an OSError that nobody else answered; `where` is named if the error names no file."""
+    name = str(error.filename) if isinstance(error.filename, str | os.PathLike) else ""
+    if not name or "/.tmp-" in name:  # a hidden name that is gone by now
+        name = str(where)
+    reason = error.strerror or str(error) or type(error).__name__
+    hint = _HINTS.get(error.errno or 0)
+    return FileError(f"{printable(name, 400)}: {reason}" + (f"; {hint}" if hint else ""))
+
+
+def with_file_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` with a FileError in the place of a bare OSError; it names the last path among the arguments."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            given = [*args, *(kwargs[name] for name in ("source", "folder", "path", "runs") if name in kwargs)]
+            paths = [value for value in given if isinstance(value, str | os.PathLike)]
+            raise file_error(error, paths[-1] if paths else "a file") from error
+
+    return call
 
 
 def _join(key: str, problem: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -9,13 +10,38 @@ import os
 import re
 import shutil
 import stat
+import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from trivium.errors import BusyError
+from trivium.errors import BusyError, RequestError, shown
 
 _TEMPORARY = re.compile(r"\.tmp-.+-\d+")
+_NOT_REGULAR = "it is not a regular file"
+
+
+def as_path(value: str | os.PathLike[str]) -> Path:
+    """The path that a caller gave; a RequestError if it is none."""
+    try:
+        path = Path(value)
+        if b"\0" not in os.fsencode(path):
+            return path
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise RequestError(f"{shown(value)} is not a path; give the name of a file or folder")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a write or a sync, which names no file, names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def temporary(path: Path) -> Path:
@@ -37,7 +63,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     """`data` at `path` and on the disk, for a name that nobody looks at yet."""
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -45,7 +71,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 def sync_file(path: Path) -> None:
     """Force the content of a file that somebody else wrote to the disk."""
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())
 
 
@@ -53,7 +79,8 @@ def sync_folder(path: Path) -> None:
     """Force the names in a folder to the disk: without it a rename may not survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -74,19 +101,39 @@ def inside(folder: Path, name: str) -> Path:
     return real
 
 
+def regular_inside(folder: Path, name: str) -> Path:
+    """Where a regular file of a folder truly is, by `inside`; else an OSError whose `strerror` says why."""
+    real = inside(folder, name)
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise OSError(errno.EINVAL, _NOT_REGULAR, str(folder / name))
+    return real
+
+
 def read_inside(folder: Path, name: str, most: int) -> bytes:
-    """The content of a regular file of a folder, at most so many bytes; else an OSError whose `strerror` says why."""
-    # without waiting for whoever might write to a pipe
-    descriptor = os.open(inside(folder, name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """The content of a regular file of a folder, by `inside`, at most so many bytes; else an OSError as above."""
+    return _read(inside(folder, name), folder / name, most, os.O_NOFOLLOW)
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The content of a regular file that a user named, which may be a link to anywhere, bounded as above."""
+    return _read(path, path, most, 0)
+
+
+def _read(path: Path, name: Path, most: int, flags: int) -> bytes:
+    # O_NONBLOCK: opening a pipe must not wait for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(folder / name))
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(name))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, _NOT_REGULAR, str(name))
         with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(most + 1)
+            data = b"" if found.st_size > most else file.read(most + 1)
     finally:
         os.close(descriptor)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(folder / name))
+    if max(len(data), found.st_size) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(name))
     return data
 
 
@@ -115,37 +162,62 @@ def remove(path: Path) -> None:
 
 
 class Lock:
-    """`with Lock(folder):` is held by one holder at a time; a second one gets a BusyError.
+    """`with Lock(folder):` is held by one holder at a time; a second one gets a BusyError after `wait` seconds.
 
-    The kernel lets go when the holder dies, so the file `.lock` that stays behind is no obstacle.
+    The kernel releases it when the holder dies, so a lock file that is left in the folder is no obstacle. With `remove`
+    the file goes when the lock is released.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = ".lock", *, wait: float = 0.0, remove: bool = False) -> None:
         self.folder = folder
+        self.file = folder / name
+        self._wait, self._remove = wait, remove
         self._descriptor = -1
 
     def __enter__(self) -> Lock:
-        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        deadline = time.monotonic() + self._wait
+        while not self._acquired(last=time.monotonic() >= deadline):
+            time.sleep(0.02)
+        _HELD.add(self)
+        return self
+
+    def _acquired(self, last: bool) -> bool:
+        """Whether this try succeeded; the last one raises BusyError if it did not."""
+        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             # flock, not lockf: it belongs to this opening of the file, so it also refuses within one process.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, str(os.getpid()).encode())
+            if self._remove and not self._is_at(descriptor):  # the holder before removed it after it was opened here
+                os.close(descriptor)
+                return False
+            with contextlib.suppress(OSError):  # on a full disk the lock holds without the number of its holder
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, str(os.getpid()).encode())
         except BlockingIOError:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
             os.close(descriptor)
+            if not last:
+                return False
             who = f"process {holder}" if holder.isdigit() else "another process"
             raise BusyError(f"{self.folder} is in use by {who}; wait for it, stop it, or name another folder") from None
         except BaseException:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
-        _close_in_children(self)
-        return self
+        return True
+
+    def _is_at(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), self.file.stat())
+        except FileNotFoundError:
+            return False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._remove and self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self.file.unlink()  # while it is held: nobody else can have locked this file
         self._close()
 
     def _close(self) -> None:
@@ -156,12 +228,13 @@ class Lock:
             self._descriptor = -1
 
 
-def _close_in_children(lock: Lock) -> None:
-    """Forked workers share the handle: one that outlives a killed run would keep its folder locked."""
-    held = weakref.ref(lock)
+_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 
-    def close() -> None:
-        if (lock := held()) is not None:
-            lock._close()
 
-    os.register_at_fork(after_in_child=close)
+def _close_in_child() -> None:
+    """Forked workers share the handles: one that outlives a killed run would keep its folder locked."""
+    for lock in list(_HELD):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
