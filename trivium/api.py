@@ -12,10 +12,12 @@ from torch import Tensor
 from trivium import config as settings
 from trivium.checkpoints import bundle
 from trivium.checkpoints.format import Stored
+from trivium.checkpoints.model_files import has_model
 from trivium.checkpoints.store import Store
-from trivium.errors import CheckpointError, RequestError
+from trivium.errors import CheckpointError, RequestError, with_file_errors
 from trivium.evaluation.likelihood import Score
 from trivium.evaluation.results import results
+from trivium.files import as_path
 from trivium.generation.classify import Verdict
 from trivium.generation.embed import Neighbour, neighbours
 from trivium.generation.fill import Filling
@@ -75,6 +77,7 @@ def build(config: ModelConfig | str, *, device: str = "cpu", seed: int = 0) -> T
     return build_module(preset(config) if isinstance(config, str) else config, seed=seed, device=device)
 
 
+@with_file_errors
 def load(
     path: str | Path,
     *,
@@ -91,7 +94,7 @@ def load(
     through `say`. `average` = k gives the mean of the weights of the run's newest k checkpoints instead; `bits` = 8 or
     4 quantises the weights.
     """
-    folder, told = Path(path), say or printed
+    folder, told = as_path(path), say or printed
     if not folder.exists():
         hint = "`trivium runs` lists what is here"
         if len(folder.parts) == 2 and not folder.parent.exists():  # the name of a repository elsewhere
@@ -101,7 +104,7 @@ def load(
         raise RequestError(f"average: {average} is negative; 0 loads the model as it is")
     lay = partial(lay_out, device=choose(device))
     first: Lay = (lambda module: None) if bits else lay  # what has levels is laid out when it has them
-    if (folder / bundle.CARD).is_file() and not average:
+    if has_model(folder) and not average:
         found = bundle.open_bundle(folder, parts=parts, lay=first, tick=tick)
     elif is_run(folder):
         found = _from_checkpoints(folder, average, parts, first)
@@ -133,8 +136,8 @@ def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]], la
         tensors, notes["average"] = bundle.mean_weights(store, average, say=printed)
     else:
         tensors = bundle.stored_in(newest.path, newest.manifest)
-    module = bundle.model_from(settings.read(folder / "config.toml").get("model", {}), tensors, str(folder), parts, lay)
-    return bundle.Bundle(module, open_tokenizer(folder / "tokenizer.json"), notes)
+    module = bundle.model_from(settings.read_of(folder).get("model", {}), tensors, str(folder), parts, lay)
+    return bundle.Bundle(module, open_tokenizer(folder), notes)
 
 
 class Run:
@@ -161,11 +164,13 @@ class Run:
         return load(self.path, parts=self._parts)
 
 
+@with_file_errors
 def recipe(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe in a TOML file, checked, with dotted overrides laid over it."""
-    return read_recipe(Path(source), settings.overrides(overrides or {}))
+    return read_recipe(as_path(source), settings.overrides(overrides or {}))
 
 
+@with_file_errors
 def train(
     source: Recipe | str | Path,
     overrides: Mapping[str, Any] | None = None,
@@ -181,10 +186,10 @@ def train(
     """
     say: Say = (lambda text: None) if quiet else printed
     session = open_run(
-        source if isinstance(source, Recipe) else Path(source),
+        source if isinstance(source, Recipe) else as_path(source),
         settings.overrides(overrides or {}),
-        runs=Path(runs),
-        data_dir=None if data_dir is None else Path(data_dir),
+        runs=as_path(runs),
+        data_dir=None if data_dir is None else as_path(data_dir),
         parts=parts,
         say=say,
         tick=lambda what, at, of: None,
@@ -196,15 +201,16 @@ def train(
     return Run(session.folder, parts)
 
 
+@with_file_errors
 def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, Any]:
     """What a run or a saved model says of itself, as plain values."""
-    path = Path(folder)
-    if not (is_run(path) or (path / bundle.CARD).is_file()):
+    path = as_path(folder)
+    if not (is_run(path) or has_model(path)):
         raise CheckpointError(f"{path} holds neither a model nor a run; `trivium runs` lists what is here")
     run = Run(path)
     steps = [row["step"] for row in run.metrics if row.get("kind") == "train"]
-    card = bundle.card(path / bundle.CARD) if (path / bundle.CARD).is_file() else {}
-    table = card.get("config") or settings.read(path / "config.toml").get("model", {})
+    card = bundle.card(path) if has_model(path) else {}
+    table = card.get("config") or settings.read_of(path).get("model", {})
     config = settings.load(ModelConfig, table, parts=parts)
     tests = [row for row in run.metrics if row.get("kind") == "test"]
     return {

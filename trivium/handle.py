@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.checkpoints import bundle
-from trivium.errors import RequestError
+from trivium.errors import RequestError, shown, with_file_errors
 from trivium.evaluation.likelihood import Score, score_text
+from trivium.files import as_path
 from trivium.generation import chat as conversation
 from trivium.generation import embed as vectors
 from trivium.generation.beam import Beam
@@ -277,14 +278,16 @@ class Model:
         """How probable the text is: `.nll`, `.perplexity`, `.bits_per_byte`, every token scored once."""
         return score_text(self.module, self.tokenizer, text, stride=stride)
 
+    @with_file_errors
     def save(self, folder: str | Path) -> Path:
         """Write `model.safetensors`, `model.json` and `tokenizer.json`; `tv.load` opens the folder again."""
-        path = Path(folder)
-        if path.is_file():
+        path = as_path(folder)
+        if path.exists() and not path.is_dir():
             raise RequestError(f"{path} is a file; name a folder to save the model in")
         bundle.save(path, self.config, weights(self.module), self.tokenizer, self.notes)
         return path
 
+    @with_file_errors
     def export(
         self, kind: Literal["hf", "gguf", "onnx"], path: str | Path, *, bits: int = 32, say: Say | None = None
     ) -> Path:
@@ -294,7 +297,7 @@ class Model:
         is told through `say`, which prints it if it is not given. hf is a folder for `transformers`, gguf a file
         (`bits` 32, 16 or 8; in a folder it is model.gguf), onnx a folder for ONNX Runtime. Gives where it is.
         """
-        told, where = say or printed, Path(path)
+        told, where = say or printed, as_path(path)
         tokenizer = None if isinstance(self.tokenizer, MissingTokenizer) else self.tokenizer
         template = self.notes.get("chat_template", "")
         if bits != 32 and kind != "gguf":
@@ -308,7 +311,7 @@ class Model:
         elif kind == "onnx":
             export_onnx(self.module, tokenizer, where, say=told)
         else:
-            raise RequestError(f"export: {kind!r} is none of hf, gguf and onnx")
+            raise RequestError(f"export: {shown(kind)} is none of hf, gguf and onnx")
         return where
 
 
@@ -330,7 +333,7 @@ def _message(given: Mapping[str, str]) -> Message:
     except (KeyError, TypeError):
         raise RequestError('a message is {"role": "user", "content": "..."}; give both') from None
     if role not in ("system", "user", "assistant"):
-        raise RequestError(f"role: {role!r} is none of system, user and assistant")
+        raise RequestError(f"role: {shown(role)} is none of system, user and assistant")
     return Message(cast(Role, role), text)
 
 

@@ -34,7 +34,7 @@ def test_a_file_that_is_no_file_of_the_folder_is_refused(
         file.mkdir()
     elif sort == "large":
         file.write_text(" " * 2000)
-        monkeypatch.setattr(published, "_LARGEST", 1000)
+        monkeypatch.setattr(published, "LARGEST", 1000)
         monkeypatch.setattr(sentencepiece, "_LARGEST", 1000)
     else:
         file.symlink_to("/dev/zero" if sort == "device" else file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +12,13 @@ from torch import Tensor
 from trivium import config as settings
 from trivium.checkpoints import format
 from trivium.checkpoints.format import Manifest, NewerFormat, Stored
+from trivium.checkpoints.model_files import CARD as CARD
+from trivium.checkpoints.model_files import TOKENIZER as TOKENIZER
+from trivium.checkpoints.model_files import WEIGHTS as WEIGHTS
+from trivium.checkpoints.model_files import home_of, identity, replace_model
 from trivium.checkpoints.store import Store
-from trivium.errors import CheckpointError, ConfigError
-from trivium.files import sha256, temporary, write_atomic
+from trivium.errors import CheckpointError, ConfigError, DataError, shown
+from trivium.files import read_inside, regular_inside, sha256, write_synced
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import Lay, Shaped, Transformer, build, check_weights, empty, weights
 from trivium.parts.quantized import (
@@ -34,7 +37,8 @@ from trivium.parts.quantized import (
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
 PLAIN, FORMAT = 1, 2  # a quantised model has format 2, which a trivium that knows only floats refuses
-WEIGHTS, CARD, TOKENIZER = "model.safetensors", "model.json", "tokenizer.json"
+_CARD_BYTES = 64 << 20  # the most that is read: configuration, chat template and 100,000 labels need less
+_TRIES = 5  # readings beside a process that saves again and again
 
 Tick = Callable[[str, int, int], None]  # what is going on, how far, of how much
 
@@ -50,31 +54,27 @@ class Bundle(NamedTuple):
 def save(
     folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, notes: Mapping[str, Any]
 ) -> None:
-    """Write a bundle; the card comes last, so that a folder with a card is whole.
+    """Write a bundle in the place of the one that is there: whatever happens, one of the two is there, whole.
 
     The weights of a quantised model are written as they are, its embeddings as 8-bit levels.
     """
     bits, digest = _bits(tensors), tokenizer.digest  # a model without a tokenizer is refused before a file is made
-    if bits:
-        tensors = stored(config, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    hidden = temporary(folder / WEIGHTS)
-    try:
-        format.write_tensors(hidden, tensors)  # a full disk leaves the model that was there as it was
-        (folder / CARD).unlink(missing_ok=True)
-        os.replace(hidden, folder / WEIGHTS)
-    finally:
-        hidden.unlink(missing_ok=True)
-    tokenizer.save(folder / TOKENIZER)
-    facts = {
-        "format": FORMAT if bits else PLAIN,
-        **({"bits": bits} if bits else {}),
-        "config": settings.dump(config),
-        "weights": sha256(folder / WEIGHTS),
-        "tokenizer": digest,
-        "notes": dict(notes),
-    }
-    write_atomic(folder / CARD, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
+    kept = stored(config, tensors) if bits else tensors
+
+    def write(staged: Path) -> None:
+        format.write_tensors(staged / WEIGHTS, kept)
+        write_synced(staged / TOKENIZER, tokenizer.serialise().encode())
+        facts = {
+            "format": FORMAT if bits else PLAIN,
+            **({"bits": bits} if bits else {}),
+            "config": settings.dump(config),
+            "weights": sha256(staged / WEIGHTS),
+            "tokenizer": digest,
+            "notes": dict(notes),
+        }
+        write_synced(staged / CARD, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
+
+    replace_model(folder, write)
 
 
 def open_bundle(
@@ -84,24 +84,63 @@ def open_bundle(
     lay: Lay = lambda module: None,
     tick: Tick = lambda what, done, of: None,
 ) -> Bundle:
-    """The model in a folder, every byte checked before a tensor is used; `lay` sees it before it is filled."""
-    facts = card(folder / CARD)
-    file = folder / WEIGHTS
-    if not file.is_file() or sha256(file) != facts["weights"]:
-        raise CheckpointError(f"{file} is missing or damaged; restore it from a copy or from a checkpoint")
-    tokenizer = open_tokenizer(folder / TOKENIZER)
+    """The model in a folder, every byte checked before a tensor is used; `lay` sees it before it is filled.
+
+    If a save replaces it in the meantime it is read again.
+    """
+    for _ in range(_TRIES):
+        before = identity(folder)
+        try:
+            found = _open(folder, parts, lay, tick)
+        except (CheckpointError, DataError):
+            if identity(folder) == before:
+                raise
+            continue
+        if identity(folder) == before:
+            return found
+    raise CheckpointError(f"{folder} was saved again {_TRIES} times while it was read; load it when that is over")
+
+
+def _open(folder: Path, parts: Sequence[type[Any]], lay: Lay, tick: Tick) -> Bundle:
+    facts = card(folder)
+    try:
+        config = settings.load(ModelConfig, facts["config"], parts=parts)
+        file = checked_weights(folder, facts, most=_most_bytes(config))
+    except ConfigError as error:
+        raise CheckpointError(f"{folder} cannot be opened: {error.sentence}") from None
+    tokenizer = open_tokenizer(home_of(folder, TOKENIZER))
     if tokenizer.digest != facts["tokenizer"]:
         raise CheckpointError(f"{folder / TOKENIZER} is not the tokenizer this model was trained with; restore it")
     found = format.stored(file)
     try:
-        shape = build(settings.load(ModelConfig, facts["config"], parts=parts), device="meta")
+        shape = build(config, device="meta")
         if facts["format"] == FORMAT:
             module = _quantized(shape, found, facts["bits"], lay, tick)
         else:
             module = _filled(shape, found, lay, tick)
     except ConfigError as error:
-        raise CheckpointError(f"{folder} cannot be opened: {error}") from None
+        raise CheckpointError(f"{folder} cannot be opened: {error.sentence}") from None
     return Bundle(module, tokenizer, facts["notes"])
+
+
+def _most_bytes(config: ModelConfig) -> int:
+    """More than any file of weights for this model has: float64, buffers and names."""
+    return 16 * config.parameters() + (64 << 20)
+
+
+def checked_weights(folder: Path, facts: Mapping[str, Any], *, most: int = 1 << 62) -> Path:
+    """Where the weights of a model lie, once their sha256 is the one in the card; a larger file is not even hashed."""
+    home = home_of(folder, WEIGHTS)
+    try:
+        if regular_inside(home, WEIGHTS).stat().st_size > most:
+            why = "it is larger than the model in model.json"
+        elif sha256(home / WEIGHTS) == facts["weights"]:
+            return home / WEIGHTS
+        else:
+            why = "its sha256 is not the one in model.json"
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise CheckpointError(f"{folder / WEIGHTS} is missing or damaged ({why}); restore it from a copy or a checkpoint")
 
 
 def model_from(
@@ -116,7 +155,7 @@ def model_from(
         shape = build(settings.load(ModelConfig, table, parts=parts), device="meta")
         return _filled(shape, tensors, lay, tick=lambda what, done, of: None)
     except ConfigError as error:
-        raise CheckpointError(f"{where} cannot be opened: {error}") from None
+        raise CheckpointError(f"{where} cannot be opened: {error.sentence}") from None
 
 
 def _filled(shape: Transformer, tensors: Mapping[str, Tensor | Stored], lay: Lay, tick: Tick) -> Transformer:
@@ -243,20 +282,23 @@ def _like(newest: Tensor, mean: Tensor) -> Tensor:
     return mean.to(newest.dtype) if newest.is_floating_point() else newest  # a count has no mean
 
 
-def card(path: Path) -> dict[str, Any]:
-    """What `model.json` says, checked."""
+def card(folder: Path) -> dict[str, Any]:
+    """What `model.json` of a folder says, checked."""
+    path = folder / CARD
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(read_inside(home_of(folder, CARD), CARD, _CARD_BYTES).decode())
         version = facts["format"]
         wanted = {"config": dict, "weights": str, "tokenizer": str, "notes": dict}
         sound = type(version) is int and all(isinstance(facts[key], kind) for key, kind in wanted.items())
         sound = sound and (version != FORMAT or (type(facts["bits"]) is int and facts["bits"] in (8, 4)))
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} holds no model: {path.name} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{folder} holds no model: {CARD} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
         sound, version, facts = False, 0, {}
     if not sound:
         raise CheckpointError(f"{path} is not the card of a trivium model; restore it from a copy")
     if version > FORMAT:
-        raise CheckpointError(f"{path} was written by a newer trivium (format {version}); upgrade trivium")
+        raise CheckpointError(f"{path} was written by a newer trivium (format {shown(version)}); upgrade trivium")
     return dict(facts)

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trivium.errors import CheckpointError
-from trivium.files import sha256, sync_file, sync_folder, temporary, write_synced
+from trivium.errors import CheckpointError, printable, shown
+from trivium.files import read_inside, regular_inside, sha256, sync_file, sync_folder, temporary, write_synced
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -31,6 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # no separator and no leadin
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 _CHUNK = 1 << 20  # bytes of a tensor that are read at a time
+_JSON_BYTES = 64 << 20  # the most that is read of a manifest or a document
 _KINDS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -141,7 +142,8 @@ def manifest(folder: Path) -> Manifest:
         version = fields["format"]
         if type(version) is int and version > FORMAT:
             raise NewerFormat(
-                f"{path} was written by a newer trivium (format {version}, this one reads {FORMAT}); upgrade trivium"
+                f"{path} was written by a newer trivium (format {shown(version)}, this one reads {FORMAT}); "
+                "upgrade trivium"
             )
         files = {name: Entry(size=entry["size"], sha256=entry["sha256"]) for name, entry in fields["files"].items()}
         result = Manifest(format=version, step=fields["step"], files=files, notes=fields["notes"])
@@ -180,28 +182,30 @@ def verify(folder: Path) -> Manifest:
 
 def _verify_file(path: Path, entry: Entry) -> None:
     try:
-        if not path.is_file():
-            raise CheckpointError(_damaged(path, "it is missing"))
-        size = path.stat().st_size
+        size = regular_inside(path.parent, path.name).stat().st_size
         if size != entry.size:
-            raise CheckpointError(_damaged(path, f"it has {size} bytes instead of {entry.size}"))
+            raise CheckpointError(_damaged(path, f"it has {size} bytes instead of {shown(entry.size)}"))
         if sha256(path) != entry.sha256:
             raise CheckpointError(_damaged(path, "its sha256 does not match"))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
 
 
 def _damaged(path: Path, reason: str) -> str:
     return f"{path} is damaged: {reason}; restore it from a copy or use another checkpoint"
 
 
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(_damaged(path, "it is missing"))
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}; use another checkpoint")
+
+
 def _read(path: Path) -> bytes:
     try:
-        if not path.is_file():
-            raise CheckpointError(_damaged(path, "it is missing"))
-        return path.read_bytes()
+        return read_inside(path.parent, path.name, _JSON_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
 
 
 def tensors(folder: Path, stem: str) -> dict[str, Tensor]:
@@ -212,11 +216,12 @@ def tensors(folder: Path, stem: str) -> dict[str, Tensor]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU."""
     try:
-        if not path.is_file():
-            raise CheckpointError(_damaged(path, "it is missing"))
+        regular_inside(path.parent, path.name)
         return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(_damaged(path, str(error))) from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except (SafetensorError, RuntimeError) as error:
+        raise CheckpointError(_damaged(path, printable(str(error), 200))) from None
 
 
 class Stored(NamedTuple):
@@ -274,8 +279,11 @@ def header(path: Path) -> dict[str, Stored]:
 
     A SafetensorError if they do not.
     """
-    with safe_open(path, framework="pt"):
-        pass
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except RuntimeError as error:  # torch opens it a second time, when it may have been replaced
+        raise SafetensorError(str(error)) from None
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -306,14 +314,16 @@ def fresh(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
 def stored(path: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, none of them read yet."""
     try:
-        if not path.is_file():
-            raise CheckpointError(_damaged(path, "it is missing"))
+        regular_inside(path.parent, path.name)
         result = header(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(_damaged(path, str(error))) from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except SafetensorError as error:
+        raise CheckpointError(_damaged(path, printable(str(error), 200))) from None
     for name, entry in result.items():
         if entry.dtype is None:
-            raise CheckpointError(_damaged(path, f"{name} is stored as {entry.kind}, which no tensor here is"))
+            what = f"{shown(name)} is stored as {shown(entry.kind)}"
+            raise CheckpointError(_damaged(path, f"{what}, which no tensor here is"))
     return result
 
 

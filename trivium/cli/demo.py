@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import typer
 
 from trivium import api, config
+from trivium.checkpoints.model_files import has_model
 from trivium.cli.demos import bert, gpt, t5
 from trivium.cli.demos.assets import ASSETS
 from trivium.cli.render import watcher
-from trivium.errors import ConfigError, RequestError
+from trivium.errors import ConfigError, RequestError, shown
 from trivium.training.recipe import Recipe
 from trivium.training.run import is_run, open_run
 
@@ -39,7 +40,7 @@ ALL = "all"
 def demonstrate(family: str, settings: Sequence[str], runs: Path) -> None:
     """Train (or go on with, or show) the demo of a family, or of all of them, one after the other."""
     if family not in (*DEMOS, ALL):
-        raise RequestError(f"--family: there is no demo {family!r}; name {', '.join(DEMOS)} or {ALL}")
+        raise RequestError(f"--family: there is no demo {shown(family)}; name {', '.join(DEMOS)} or {ALL}")
     asked = list(DEMOS) if family == ALL else [family]
     layer = config.assignments(settings)
     with ExitStack() as stack:
@@ -55,7 +56,7 @@ def demonstrate(family: str, settings: Sequence[str], runs: Path) -> None:
 
 def _one(name: str, recipe: Recipe | None, layer: dict[str, Any], runs: Path) -> None:
     folder = _folder(runs, name)
-    if recipe is None and not layer and (folder / "model.json").is_file():
+    if recipe is None and not layer and has_model(folder):
         typer.echo(f"{folder} is trained already; remove the folder to train it again", err=True)
     else:
         with watcher() as watch:

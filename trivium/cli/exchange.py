@@ -10,7 +10,7 @@ import typer
 
 from trivium.cli.render import watcher
 from trivium.cli.use import Device, ModelPath
-from trivium.errors import RequestError
+from trivium.errors import RequestError, shown
 
 KINDS = ("hf", "gguf", "onnx", "trivium")
 _COMPARED = 200_000  # characters on which bits per byte are compared
@@ -29,10 +29,11 @@ def bring(
     Example: trivium import downloads/gpt2 models/gpt2
     """
     from trivium import api
+    from trivium.checkpoints.model_files import is_vacant
     from trivium.text.missing import MissingTokenizer
 
     out = out or Path("models") / source.resolve().stem
-    if out.exists() and (out.is_file() or any(out.iterdir())):
+    if not is_vacant(out):
         raise RequestError(f"{out} already exists; name another folder")
     with watcher() as watch:
         m = api.load(source, device="cpu", bits=bits, say=watch.say, tick=watch.tick)
@@ -62,7 +63,7 @@ def export(
     from trivium import api
 
     if kind not in KINDS:
-        raise RequestError(f"export: {kind!r} is none of {', '.join(KINDS)}")
+        raise RequestError(f"export: {shown(kind)} is none of {', '.join(KINDS)}")
     with watcher() as watch:
         m = api.load(model, device="cpu", average=average, say=watch.say, tick=watch.tick)
         if kind == "trivium":

@@ -13,7 +13,7 @@ import typer
 from trivium.cli import evaluate, exchange, use
 from trivium.cli.printing import Json, bits, cell, print_json, print_table, standard_input
 from trivium.cli.text import data_app, tokenizer_app
-from trivium.errors import ConfigError, Interrupted, TriviumError, UserError
+from trivium.errors import ConfigError, FileError, Interrupted, TriviumError, file_error
 
 app = typer.Typer(
     name="trivium",
@@ -205,7 +205,8 @@ def runs(folder: Annotated[Path, typer.Argument(help="The folder of runs.")] = R
         try:
             rows.append(api.show(path))
         except TriviumError as error:
-            rows.append({"path": str(path), "state": f"damaged: {error}"})
+            why = error.sentence if isinstance(error, ConfigError) else str(error)
+            rows.append({"path": str(path), "state": f"damaged: {why}"})
     if as_json:
         print_json(rows)
         return
@@ -256,12 +257,12 @@ def show(model: use.ModelPath, as_json: Json = False) -> None:
 def _facts(model: Path) -> dict[str, Any]:
     """What `api.show` says; a file of another program says it when it is opened."""
     from trivium import api
-    from trivium.checkpoints.bundle import CARD
+    from trivium.checkpoints.model_files import has_model
     from trivium.cli.render import watcher
     from trivium.evaluation.results import results
     from trivium.training.run import is_run
 
-    if is_run(model) or (model / CARD).is_file() or not (model.is_file() or (model / "config.json").is_file()):
+    if is_run(model) or has_model(model) or not (model.is_file() or (model / "config.json").is_file()):
         return api.show(model)
     with watcher() as watch:
         m = api.load(model, device="cpu", say=lambda text: None, tick=watch.tick)
@@ -306,8 +307,8 @@ def main() -> None:
     except OSError as error:  # no space, no permission: the file or folder is named, and nothing is half-written
         if debug:
             raise
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        sys.exit(UserError.exit_code)
+        print(f"error: {file_error(error, 'a file')}", file=sys.stderr)
+        sys.exit(FileError.exit_code)
     except TriviumError as error:
         if debug:
             raise

@@ -10,6 +10,7 @@ import torch
 
 from trivium.checkpoints import bundle
 from trivium.checkpoints.bundle import Bundle
+from trivium.checkpoints.model_files import has_model
 from trivium.errors import RequestError
 from trivium.interop.foreign import Tick
 from trivium.models.transformer import Transformer, weights
@@ -107,7 +108,7 @@ def export_bits(
 ) -> Export:
     """Quantise a model in place and save it; `score` (bits per byte, say) hears the floats and what was read back."""
     checked(bits)
-    if (folder / bundle.CARD).exists() or (folder / "config.toml").exists():
+    if has_model(folder) or (folder / "config.toml").exists():
         raise RequestError(f"{folder} already holds a model; name another folder")
     if folder.is_file():
         raise RequestError(f"{folder} is a file; name a folder to save the model in")

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trivium.errors import DataError, RequestError
+from trivium.errors import DataError, RequestError, shown
 from trivium.files import read_inside, write_atomic
 from trivium.text import sentencepiece
 from trivium.text.adopt import CARD, Frame, Roles, added_token, adopt, around, post_processor, unknown_of
@@ -17,11 +17,10 @@ from trivium.text.framing import frame_of
 from trivium.text.library import END, parse
 from trivium.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, UNUSED, Scored
 from trivium.text.tables import byte_level_bpe, suffix_bpe, wordpiece
-from trivium.text.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
+from trivium.text.tokenizer import LARGEST, LibraryTokenizer, Tokenizer, open_tokenizer
 
 __all__ = ["byte_level_bpe", "read_tokenizer", "wordpiece", "write_tokenizer"]
 
-_LARGEST = 256 << 20  # bytes of a JSON file; Gemma's tokenizer.json has 33 MB
 _SPM = ("tokenizer.model", "spiece.model", "source.spm", "sentencepiece.bpe.model")
 _BPE = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _TOKENS = {
@@ -175,7 +174,7 @@ class _Said:
 def _library(file: Path, said: _Said) -> Tokenizer:
     contents = _object(file)
     if CARD in contents:
-        return open_tokenizer(file)
+        return open_tokenizer(file.parent)
     if _ours(said.roles):
         try:
             return _own(contents, said)
@@ -269,7 +268,9 @@ def _sentencepiece(file: Path, said: _Said) -> Tokenizer:
         roles = Roles(end="</s>", pad="<pad>")
     elif file.name == "sentencepiece.bpe.model":
         if said.sort not in ("xlm-roberta", "xlmroberta"):
-            raise DataError(f"the ids of a model of the sort {said.sort or 'unknown'!r} are not those of its pieces")
+            raise DataError(
+                f"the ids of a model of the sort {shown(said.sort or 'unknown')} are not those of its pieces"
+            )
         pieces = [*(Scored(name, 0.0, CONTROL) for name in ("<s>", "<pad>", "</s>")), Scored("<unk>", 0.0, UNKNOWN)]
         pieces += [*model.pieces[3:], Scored("<mask>", 0.0, CONTROL)]
         roles = Roles(begin="<s>", end="</s>", pad="<pad>", mask="<mask>", first="<s>", separator="</s>")
@@ -316,7 +317,7 @@ def _merges(path: Path) -> list[tuple[str, str]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        text = read_inside(path.parent, path.name, _LARGEST).decode()
+        text = read_inside(path.parent, path.name, LARGEST).decode()
         return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
@@ -329,7 +330,7 @@ def _object(path: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         return {}
     try:
-        value = json.loads(read_inside(path.parent, path.name, _LARGEST).decode())
+        value = json.loads(read_inside(path.parent, path.name, LARGEST).decode())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
     except (ValueError, RecursionError):

@@ -15,8 +15,8 @@ from typing import Any, Protocol, final
 
 import tokenizers
 
-from trivium.errors import DataError
-from trivium.files import write_atomic
+from trivium.errors import DataError, printable, shown
+from trivium.files import read_inside, read_regular, write_atomic
 from trivium.text import adopt
 from trivium.text.adopt import Card, Frame
 from trivium.text.charsmap import Charsmap
@@ -24,6 +24,7 @@ from trivium.text.library import END, UNKNOWN, guarded, kind_of, parse, specials
 from trivium.text.pieces import Joint, Pieces
 from trivium.text.reading import pieces_of, reading_of
 
+LARGEST = 256 << 20  # bytes of a file of a tokenizer; Gemma's tokenizer.json has 33 MB
 _STRANGE = "\U0010fffd"
 
 
@@ -223,7 +224,7 @@ class LibraryTokenizer:
             # The library would make the piece itself special, under an id that texts already give.
             if not text or text in self._vocabulary:
                 raise DataError(
-                    f"{text!r} cannot be a special token: it is empty or a piece of text; spell it otherwise"
+                    f"{shown(text)} cannot be a special token: it is empty or a piece of text; spell it otherwise"
                 )
             utf8(text)
         if not new:
@@ -259,9 +260,12 @@ class LibraryTokenizer:
 
 def open_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a tokenizer.json, or in the folder that holds one; a DataError if it cannot be used."""
-    file = path / "tokenizer.json" if path.is_dir() else path
+    folder = path.is_dir()
+    file = path / "tokenizer.json" if folder else path
     try:
-        text = file.read_text(encoding="utf-8")
+        # a link that the user names may lead anywhere, one inside a folder may not
+        raw = read_inside(path, file.name, LARGEST) if folder else read_regular(file, LARGEST)
+        text = raw.decode()
     except FileNotFoundError:
         raise DataError(f"{file} does not exist; name a tokenizer.json or a folder that holds one") from None
     except UnicodeDecodeError as error:
@@ -277,7 +281,9 @@ def open_tokenizer(path: Path) -> Tokenizer:
             text = json.dumps(values)
         inner = parse(text)
     except (DataError, ValueError, RecursionError) as error:
-        raise DataError(f"{file} is not a tokenizer.json ({error}); name another file or train anew") from None
+        raise DataError(
+            f"{file} is not a tokenizer.json ({printable(str(error), 200)}); name another file or train anew"
+        ) from None
     try:
         return LibraryTokenizer(inner, None if card is None else Card.read(card))
     except DataError as error:

@@ -12,6 +12,7 @@ from typing import Any
 from trivium import config as settings
 from trivium import report
 from trivium.checkpoints import bundle, format
+from trivium.checkpoints.model_files import has_model, withdraw
 from trivium.checkpoints.store import Checkpoint, Store
 from trivium.data.shards import changed_sources
 from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError
@@ -91,7 +92,7 @@ class Session:
         mark = (self.clock(), job.tokens, job.step)
         for update in updates(job):
             with contextlib.suppress(OSError):  # a finished run that goes on has no model yet
-                (self.folder / bundle.CARD).unlink(missing_ok=True)
+                withdraw(self.folder)
             step, stopping = update.step, signals.received
             pending.add(update)
             if update.note:
@@ -262,7 +263,7 @@ class Session:
         self.history.settle()
         found = self.store.newest(say=self.notes.append)
         yield from self._told()
-        if found is None and (self.folder / bundle.CARD).is_file():
+        if found is None and has_model(self.folder):
             raise CheckpointError(f"{self.folder} has a model but no checkpoint to go on from; start a new run")
         if found is not None:
             if format.document(found.path, "state").get("identity") != self.ground.identity:

@@ -17,9 +17,10 @@ from torch import Tensor
 from trivium import config as settings
 from trivium.checkpoints import bundle, format
 from trivium.checkpoints.format import Manifest
+from trivium.checkpoints.model_files import TOKENIZER as TOKENIZER_FILE
+from trivium.checkpoints.model_files import WEIGHTS, has_model, home_of
 from trivium.checkpoints.store import Store
-from trivium.errors import CheckpointError, ConfigError
-from trivium.files import sha256
+from trivium.errors import CheckpointError, ConfigError, shown
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import empty, load_weights, weights
 from trivium.models.vocabulary import extend
@@ -46,7 +47,7 @@ def taken_over(recipe: Recipe, *, parts: Sequence[type[Any]] = (), say: Callable
     try:
         model = settings.load(ModelConfig, origin.settings.get("model", {}), parts=parts)
     except ConfigError as error:
-        raise CheckpointError(f"{origin.home} cannot be opened: {error}") from None
+        raise CheckpointError(f"{origin.home} cannot be opened: {error.sentence}") from None
     # a written recipe names the vocabulary that the model grew to; whether it has to is seen with the tokenizer
     grown = replace(model, vocab=max(model.vocab, recipe.model.vocab))
     given = MODEL if recipe.model == MODEL else replace(recipe.model, vocab=recipe.model.vocab or model.vocab)
@@ -57,7 +58,7 @@ def taken_over(recipe: Recipe, *, parts: Sequence[type[Any]] = (), say: Callable
     _verify(origin.path)
     tokenizer = recipe.tokenizer
     if tokenizer == TOKENIZER:
-        tokenizer = File(path=str(origin.home / bundle.TOKENIZER))
+        tokenizer = File(path=str(home_of(origin.home, TOKENIZER_FILE) / TOKENIZER_FILE))
     say(f"begins with the weights in {origin.path}")
     return replace(recipe, start=str(origin.path), model=grown, tokenizer=tokenizer)
 
@@ -70,7 +71,7 @@ def with_specials(recipe: Recipe, tokenizer: Tokenizer, *, say: Callable[[str], 
     if not recipe.start:
         return recipe
     origin = _described(Path(recipe.start))
-    known = open_tokenizer(origin.home / bundle.TOKENIZER)
+    known = open_tokenizer(home_of(origin.home, TOKENIZER_FILE))
     if tokenizer.digest not in (known.digest, known.extended(recipe.objective.specials).digest):
         raise ConfigError(
             f"tokenizer: it is not that of {origin.home}; leave tokenizer out, or build the shards with it"
@@ -98,11 +99,14 @@ def begin(job: Job) -> None:
         return
     path, keep = Path(job.recipe.start), job.recipe.start_optimizer == "keep"
     manifest = _verify(path)
-    tensors = format.tensors(path, "model") if keep or manifest is None else bundle.weights_in(path, manifest)
+    if manifest is None:
+        tensors = format.read_tensors(home_of(path, WEIGHTS) / WEIGHTS)
+    else:
+        tensors = format.tensors(path, "model") if keep else bundle.weights_in(path, manifest)
     try:
         load_weights(job.model, _grown(job.model.config, tensors, job.recipe.seed))
     except ConfigError as error:
-        raise CheckpointError(f"{path} does not fit: {error}") from None
+        raise CheckpointError(f"{path} does not fit: {error.sentence}") from None
     if keep:
         job.optimizer.load(format.tensors(path, "optimizer"))
     job.average.reset()
@@ -125,15 +129,13 @@ def _verify(path: Path) -> Manifest | None:
     """
     if (path / format.MANIFEST).is_file():
         return format.verify(path)
-    file, facts = path / bundle.WEIGHTS, bundle.card(path / bundle.CARD)
-    if not file.is_file() or sha256(file) != facts["weights"]:
-        raise CheckpointError(f"{file} is missing or damaged; restore it from a copy")
+    bundle.checked_weights(path, bundle.card(path))
     return None
 
 
 def _find(path: Path, *, keep: bool, say: Callable[[str], None]) -> Origin:
     """What `start` names, with the newest checkpoint of a run made definite."""
-    if (path / format.MANIFEST).is_file() or ((path / bundle.CARD).is_file() and not keep):
+    if (path / format.MANIFEST).is_file() or (has_model(path) and not keep):
         return _described(path)
     if not (path / "config.toml").is_file():
         what = "keeps no optimizer; set start_optimizer=fresh" if keep and path.is_dir() else "is not one"
@@ -147,7 +149,7 @@ def _find(path: Path, *, keep: bool, say: Callable[[str], None]) -> Origin:
 def _described(path: Path) -> Origin:
     """A checkpoint or a saved model with what its folder says of it."""
     if not (path / format.MANIFEST).is_file():
-        card = bundle.card(path / bundle.CARD)
+        card = bundle.card(path)
         if "bits" in card:
             raise ConfigError(
                 f"start: the weights of {path} have {card['bits']} bits, which cannot be trained; name the model that "
@@ -157,7 +159,7 @@ def _described(path: Path) -> Origin:
     home = path.parent.parent  # RUN/checkpoints/step-N
     if not (home / "config.toml").is_file():
         raise ConfigError(f"start: {path} lies in no run; name a checkpoint where its run wrote it")
-    return Origin(path, home, settings.read(home / "config.toml"))
+    return Origin(path, home, settings.read_of(home))
 
 
 def _check_optimizer(recipe: Recipe, origin: Origin) -> None:
@@ -173,4 +175,4 @@ def _check_optimizer(recipe: Recipe, origin: Origin) -> None:
 def _difference(model: ModelConfig, given: ModelConfig) -> str:
     there, here = settings.flat(model), settings.flat(given)
     key = next(key for key in [*there, *here] if there.get(key) != here.get(key))
-    return f"{key} is {there.get(key)!r} there and {here.get(key)!r} here"
+    return f"{key} is {shown(there.get(key))} there and {shown(here.get(key))} here"
