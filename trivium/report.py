@@ -9,7 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trivium.files import read_inside
+
 Point = tuple[float, float]
+
+_LARGEST = 1 << 30  # bytes of a file of a run
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #fdfcfa; --soft: #6b7785; --line: #d9d5cd;
@@ -156,7 +160,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for line in _read(path).split("\n"):  # not splitlines: a sample may hold a line separator of its own
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the last line of a run that was killed
         if isinstance(row, dict):
             rows.append(row)
@@ -164,4 +168,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    try:
+        return read_inside(path.parent, path.name, _LARGEST).decode(errors="replace")
+    except OSError:
+        return ""

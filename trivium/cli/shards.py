@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trivium.config import Text, assignments, load, unknown
+from trivium.config import Text, assignments, load, read_of, unknown
 from trivium.data import shards as data
 from trivium.data.config import DataConfig
 from trivium.data.shards import Shards, Split
@@ -77,7 +77,7 @@ def opened(folder: Path) -> tuple[Shards, Tokenizer]:
     inner = folder / "data" if (folder / "data" / data.MANIFEST).is_file() else folder
     if not (inner / data.MANIFEST).is_file():
         raise DataError(f"{folder} holds no shards; make them with `trivium data build`")
-    tokenizer = open_tokenizer(folder / "tokenizer.json")
+    tokenizer = open_tokenizer(folder)
     return data.open_shards(inner, tokenizer_digest=tokenizer.digest), tokenizer
 
 
@@ -87,8 +87,8 @@ def shown(folder: Path, context: int, row: int, split: Split) -> list[Cell]:
         found, tokenizer = opened(folder)
         return preview(found, tokenizer, context or _CONTEXT, row, split)
     from trivium.training.prepare import reopen
-    from trivium.training.run import read_recipe
+    from trivium.training.recipe import Recipe
 
-    ground = reopen(folder, read_recipe(folder / "config.toml"))
+    ground = reopen(folder, load(Recipe, read_of(folder)))
     task, rng = ground.task, np.random.default_rng(0)
     return preview(ground.shards, ground.tokenizer, task.length, row, split, lambda rows: task.inputs(rows, rng))

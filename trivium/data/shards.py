@@ -24,10 +24,11 @@ from trivium.data.config import DataConfig
 from trivium.data.writing import DTYPES, FORMAT, STARTS, Build, Ids, mapped
 from trivium.data.writing import Split as Split
 from trivium.errors import BusyError, DataError
-from trivium.files import remove, sha256, sync_folder, temporary, write_synced
+from trivium.files import naming, read_inside, regular_inside, remove, sha256, sync_folder, temporary, write_synced
 from trivium.text.tokenizer import Tokenizer
 
 MANIFEST = "manifest.json"
+_LARGEST = 256 << 20  # bytes of a manifest: it names every text file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -105,8 +106,12 @@ def open_shards(folder: Path, *, tokenizer_digest: str | None = None, verify: bo
         )
     for name, entry in manifest["files"].items():
         path = folder / name
-        if not path.is_file():
-            raise DataError(f"{path} is missing; build the shards again")
+        try:
+            regular_inside(folder, name)
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing; build the shards again") from None
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}; build the shards again") from None
         if path.stat().st_size != entry["size"] or (verify and sha256(path) != entry["sha256"]):
             raise DataError(f"{path} has changed since it was built; build the shards again")
     train, valid = (_stream(folder, split, manifest) for split in ("train", "valid"))
@@ -141,11 +146,13 @@ def _sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
-    if not path.is_file():
-        raise DataError(f"{folder} is not a folder of built shards; make one with `trivium data build`")
     damaged = DataError(f"{path} is damaged; build the shards again")
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_inside(folder, MANIFEST, _LARGEST))
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{folder} is not a folder of built shards; make one with `trivium data build`") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; build the shards again") from None
     except (ValueError, RecursionError):
         raise damaged from None
     if not isinstance(manifest, dict):
@@ -197,7 +204,8 @@ def _scratch(folder: Path) -> Iterator[Path]:
     scratch.mkdir()
     with _locked(scratch):
         try:
-            yield scratch
+            with naming(folder):
+                yield scratch
         except BaseException:
             remove(scratch)
             raise

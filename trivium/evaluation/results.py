@@ -18,11 +18,12 @@ import torch
 
 from trivium.errors import RequestError
 from trivium.evaluation.tasks import Outcome
-from trivium.files import write_atomic
+from trivium.files import read_inside, write_atomic
 from trivium.models.transformer import Transformer, weights
 from trivium.text.tokenizer import Tokenizer
 
 FOLDER = "results"
+_LARGEST = 256 << 20  # bytes of a results file, with its examples
 
 
 def place(model: Path) -> Path:
@@ -90,7 +91,7 @@ def weights_digest(model: Transformer) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_inside(path.parent, path.name, _LARGEST))
         sound = isinstance(content["looks"], int) and all(isinstance(content[key], str) for key in ("name", "metric"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

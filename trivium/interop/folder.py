@@ -8,7 +8,8 @@ from typing import Any
 
 from trivium import config as settings
 from trivium.checkpoints.format import Stored
-from trivium.errors import CheckpointError, ConfigError, DataError
+from trivium.errors import CheckpointError, ConfigError, DataError, listed
+from trivium.files import read_inside
 from trivium.interop import shards
 from trivium.interop.architectures import ARCHITECTURES
 from trivium.interop.architectures.architecture import Architecture
@@ -32,10 +33,10 @@ def open_folder(folder: Path, *, say: Say, tick: Tick, lay: Lay = lambda module:
     """The model in a folder: every shape is checked before a tensor is read, and no number is held twice."""
     module, notes = open_model(folder, tick=tick, lay=lay)
     if notes["ignored"]:
-        say(f"settings of {folder / CONFIG} that were not read: {', '.join(notes['ignored'])}")
+        say(f"settings of {folder / CONFIG} that were not read: {listed(notes['ignored'])}")
     sentences = pooling(folder)
     if sentences.get("unread"):
-        say(f"steps of {folder / MODULES} that were not read: {', '.join(sentences['unread'])}")
+        say(f"steps of {folder / MODULES} that were not read: {listed(sentences['unread'])}")
     if sentences:
         notes["sentences"] = sentences
     return Foreign(module, _tokenizer(folder, module.config.vocab, say), notes)
@@ -158,9 +159,9 @@ def _tokenizer(folder: Path, vocab: int, say: Say) -> Tokenizer | None:
 def _template(folder: Path) -> str:
     """The text of the chat template, which is recognised but never run."""
     path = folder / TEMPLATE
-    if path.is_file():
+    if path.exists():
         try:
-            return shards.within(folder, TEMPLATE).read_bytes()[:_LONGEST].decode(errors="replace")
+            return read_inside(folder, TEMPLATE, _LONGEST).decode(errors="replace")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if not (folder / TEXT).is_file():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import CheckpointError, ConfigError, DataError
+from trivium.files import read_inside
 from trivium.interop.foreign import Foreign, Say, Tick
 from trivium.interop.gguf import Pairs
 from trivium.models.presets.llama import Shape, llama
@@ -22,7 +23,7 @@ from trivium.parts.site import MOST
 from trivium.text.adopt import Frame, Roles
 from trivium.text.library import SPACE
 from trivium.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, Scored, bpe
-from trivium.text.tokenizer import Tokenizer
+from trivium.text.tokenizer import LARGEST, Tokenizer
 
 _MAGIC = 0x616B3432  # "ak42"
 _SIZES = "<7i"  # width, hidden, layers, heads, groups, vocabulary, context
@@ -157,7 +158,7 @@ def _tokenizer(path: Path, size: int) -> Tokenizer | None:
     if found is None:
         return None
     try:
-        pieces = list(_pieces(found.read_bytes(), size))
+        pieces = list(_pieces(read_inside(found.parent, found.name, LARGEST), size))
         if len({piece.text for piece in pieces}) < size:
             raise DataError("two of its pieces are the same")
         # Stories lie one after another with <s> between them: it begins the next, and so it ends this one.

@@ -9,7 +9,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from trivium.files import write_atomic
+from trivium.errors import CheckpointError
+from trivium.files import read_inside, write_atomic
+
+_LARGEST = 1 << 30  # bytes of a journal: some six million steps
 
 
 class Journal:
@@ -48,7 +51,8 @@ class Journal:
             self._left = self._content() + self._left  # a deleted file can be read as long as it is open
             self.close()
         if self._file is None:
-            self._file = FileIO(self.path, "a+")  # no buffer: a failed write then leaves no doubt about what is there
+            # no buffer: a failed write then leaves no doubt about what is there
+            self._file = FileIO(self.path, "a+", opener=_open_plain)
         while self._left:
             self._left = self._left[self._file.write(self._left) :]
 
@@ -60,7 +64,7 @@ class Journal:
         if self._file is not None:
             self._file.seek(0)
             return self._file.readall()
-        return self.path.read_bytes() if self.path.is_file() else b""
+        return _content(self.path)
 
     def close(self) -> None:
         if self._file is not None:
@@ -70,7 +74,22 @@ class Journal:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a journal; a last line torn by a crash is left out."""
-    return _rows(path.read_bytes()) if path.is_file() else []
+    try:
+        return _rows(_content(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; restore it from a copy or delete it") from None
+
+
+def _content(path: Path) -> bytes:
+    """What a journal holds; nothing where there is none."""
+    try:
+        return read_inside(path.parent, path.name, _LARGEST)
+    except FileNotFoundError:
+        return b""
+
+
+def _open_plain(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # a link could lead to any file of the user
 
 
 def _rows(content: bytes) -> list[dict[str, Any]]:
@@ -78,7 +97,7 @@ def _rows(content: bytes) -> list[dict[str, Any]]:
     for line in content.split(b"\n"):  # and not `splitlines`: a text in a row may hold other line separators
         try:
             row = json.loads(line.decode("utf-8", errors="replace"))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             found.append(row)

@@ -152,11 +152,11 @@ def lay(
 
 def reopen(folder: Path, recipe: Recipe) -> Ground:
     """The ground of a run that was laid before."""
-    tokenizer = open_tokenizer(folder / "tokenizer.json")
+    tokenizer = open_tokenizer(folder)
     built = data.built_shards(recipe.data)
     digest = tokenizer.digest
     if built is not None:  # the run's own may have grown by the objective's special tokens
-        own = open_tokenizer(built / "tokenizer.json")
+        own = open_tokenizer(built)
         digest = own.digest if _extended(own, recipe).digest == digest else digest
     shards = data.open_shards(built or folder / "data", tokenizer_digest=digest)
     return _ground(folder, recipe, tokenizer, shards)
@@ -248,7 +248,7 @@ def trackers(ground: Ground) -> list[track.Tracker]:
 def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick) -> tuple[Tokenizer, Shards]:
     built = data.built_shards(recipe.data)
     if built is not None:
-        own = open_tokenizer(built / "tokenizer.json")
+        own = open_tokenizer(built)
         # new ids come after the old ones, so the shards stay what they are
         return _extended(own, recipe), data.open_shards(built, tokenizer_digest=own.digest)
     size, done = sum(path.stat().st_size for path in training_files(recipe.data)), 0

@@ -10,7 +10,7 @@ from typing import Any
 from trivium import config as settings
 from trivium.data import shards as data
 from trivium.data.pairs import build
-from trivium.errors import CheckpointError, ConfigError
+from trivium.errors import CheckpointError, ConfigError, shown
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import prepare
 from trivium.training.device import settle
@@ -64,7 +64,7 @@ def open_run(
 
 def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]], say: Say, tick: Tick) -> Ground:
     """The ground of a stopped run; harmless changes are told, others refused."""
-    written = _explicit(settings.read(folder / "config.toml"))
+    written = _explicit(settings.read_of(folder))
     asked = layer.get("budget", {})
     if isinstance(asked, Mapping) and {"minutes", "tokens"} & set(asked):
         steps = written.get("budget", {}).get("steps")
@@ -83,13 +83,13 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
     unsafe = [key for key in changed if key.startswith(FIXED)]
     if unsafe:
         raise CheckpointError(
-            f"{folder} holds checkpoints for another configuration: {unsafe[0]} was {before.get(unsafe[0])!r}, "
-            f"not {changed[unsafe[0]]!r}; start a new run with name=NAME"
+            f"{folder} holds checkpoints for another configuration: {unsafe[0]} was {shown(before.get(unsafe[0]))}, "
+            f"not {shown(changed[unsafe[0]])}; start a new run with name=NAME"
         )
     if not recipe.budget.steps:
         raise ConfigError("budget.steps: a run goes on for a number of steps; set budget.steps")
     for key, value in changed.items():
-        say(f"{key} changed from {before.get(key)!r} to {value!r}")
+        say(f"{key} changed from {shown(before.get(key))} to {shown(value)}")
     _check_data(folder, recipe, say, tick)
     return prepare.reopen(folder, recipe)
 
@@ -111,6 +111,6 @@ def _check_data(folder: Path, recipe: Recipe, say: Say, tick: Tick) -> None:
     built = data.built_shards(recipe.data)
     own = folder / "data"
     if built is None and not own.exists():
-        tokenizer = open_tokenizer(folder / "tokenizer.json")
+        tokenizer = open_tokenizer(folder)
         build(recipe.data, tokenizer, own, progress=lambda at, of: tick("data", at, of), say=say)
     data.open_shards(built or own, verify=True)
