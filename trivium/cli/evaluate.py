@@ -11,7 +11,7 @@ import typer
 
 from trivium.cli.printing import Json, cell, print_json
 from trivium.cli.use import Average, Device, ModelPath, _progress
-from trivium.errors import RequestError
+from trivium.errors import RequestError, shown
 
 if TYPE_CHECKING:  # what an evaluation needs is imported when one is made
     from trivium.evaluation.tasks import Settings
@@ -49,7 +49,7 @@ def evaluate(
     from trivium.evaluation import results, tasks
 
     if precision not in ("fp32", "bf16"):
-        raise RequestError(f"--precision: {precision!r} is neither fp32 nor bf16")
+        raise RequestError(f"--precision: {shown(precision)} is neither fp32 nor bf16")
     settings = tasks.Settings(
         stride=stride,
         precision="bf16" if precision == "bf16" else "fp32",

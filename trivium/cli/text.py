@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trivium.cli.printing import Json, cell, leaves, print_json, print_table, standard_input
-from trivium.errors import RequestError, UserError
+from trivium.errors import RequestError, UserError, shown
 
 data_app = typer.Typer(help="Turn text into shards, and see exactly what a model will see.", no_args_is_help=True)
 # not read from the table itself: that would import the library just to print help
@@ -65,7 +65,7 @@ def data_show(
     from trivium.cli.shards import shown as cells_of
 
     if split not in ("train", "valid"):
-        raise RequestError(f"--split: {split!r} is neither train nor valid")
+        raise RequestError(f"--split: {shown(split)} is neither train nor valid")
     cells = cells_of(shards, context, row, "train" if split == "train" else "valid")
     if as_json:
         print_json([shown._asdict() for shown in cells])

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from trivium.cli.printing import Json, print_json, standard_input
-from trivium.errors import RequestError
+from trivium.errors import RequestError, shown
 
 ModelPath = Annotated[Path, typer.Argument(help="A run, a saved model, a Hugging Face folder or a .gguf file.")]
 Texts = Annotated[list[str] | None, typer.Argument(help="The texts; without any (or with -), lines of a pipe.")]
@@ -126,7 +126,7 @@ def embed(
             typer.echo(f"{item.similarity:8.4f}  {item}")
         return
     if pooling not in ("auto", "mean", "cls"):
-        raise RequestError(f"--pooling: {pooling!r} is neither mean nor cls (nor auto)")
+        raise RequestError(f"--pooling: {shown(pooling)} is neither mean nor cls (nor auto)")
     tick = _progress("embedded", time.monotonic)
     vectors = m.embed(given, pooling=cast(Any, pooling), normalise=normalise or "auto", tick=tick).tolist()
     if as_json:

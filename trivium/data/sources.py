@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Literal, NamedTuple, cast
 
 from trivium.data.config import DataConfig
-from trivium.errors import DataError
+from trivium.errors import DataError, listed, shown
 from trivium.text.tokenizer import Tokenizer
 
 PIECE = 1 << 16  # characters; 16 of them keep two cores busy while the encodings stay near 100 MB
@@ -325,16 +325,18 @@ def _member(line: str, field: str, where: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON ({error}); put one JSON object on each line") from None
     if not isinstance(value, dict) or field not in value:
-        names = ", ".join(list(value)[:8]) if isinstance(value, dict) else ""
+        names = listed(value, 8) if isinstance(value, dict) else ""
         has = f"it has {names}" if names else "it has no keys"
-        raise DataError(f"{where} has no key {field!r}; set data.field to the key of the text ({has})")
+        raise DataError(f"{where} has no key {shown(field)}; set data.field to the key of the text ({has})")
     text = value[field]
     if not isinstance(text, str):
-        raise DataError(f"{where}: {field!r} is not text; set data.field to the key of the text")
+        raise DataError(f"{where}: {shown(field)} is not text; set data.field to the key of the text")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{where}: {field!r} holds half a surrogate pair, which is no character; remove it") from None
+        raise DataError(
+            f"{where}: {shown(field)} holds half a surrogate pair, which is no character; remove it"
+        ) from None
     return text
 
 

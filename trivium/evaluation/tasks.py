@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from trivium.config import at_least
 from trivium.data.config import DataConfig
 from trivium.data.sources import held_out
-from trivium.errors import ConfigError, RequestError
+from trivium.errors import ConfigError, RequestError, shown
 from trivium.evaluation import cloze, words
 from trivium.evaluation.corpus import Corpus
 from trivium.evaluation.denoising import span_loss
@@ -322,7 +322,7 @@ EVALUATIONS: dict[str, Evaluation] = {
 def named(name: str) -> Evaluation:
     """The evaluation of this name, or a sentence that lists all there are."""
     if name not in EVALUATIONS:
-        raise RequestError(f"there is no evaluation {name!r}; there are {', '.join(EVALUATIONS)}")
+        raise RequestError(f"there is no evaluation {shown(name)}; there are {', '.join(EVALUATIONS)}")
     return EVALUATIONS[name]
 
 
@@ -359,7 +359,7 @@ def evaluate(
     evaluation = named(name)
     split = split or evaluation.splits[0]
     if split not in evaluation.splits:
-        raise RequestError(f"{name} has no split {split!r}; it has {' and '.join(evaluation.splits)}")
+        raise RequestError(f"{name} has no split {shown(split)}; it has {' and '.join(evaluation.splits)}")
     if model.config.family not in evaluation.families:
         raise RequestError(
             f"{name} is for a model of the {' or '.join(evaluation.families)} family; this one is of the "

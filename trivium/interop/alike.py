@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from trivium import config as settings
+from trivium.errors import shown
 from trivium.models.block import AnyBlock, Block, Parallel
 from trivium.models.config import ModelConfig, Stack
 from trivium.parts.attention import MultiHead
@@ -26,7 +27,7 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     # where the kind of a part differs, its other settings have nothing to be compared with
     kinds = [key.removesuffix("kind") for key in keys if key.endswith(".kind")]
     keys = [key for key in keys if key.endswith(".kind") or not any(key.startswith(kind) for kind in kinds)]
-    return [f"{key} = {mine.get(key)!r}" if key in mine else key for key in keys]
+    return [f"{key} = {shown(mine.get(key))}" if key in mine else key for key in keys]
 
 
 def _leaves(config: ModelConfig) -> dict[str, Any]:

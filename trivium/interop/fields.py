@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from trivium.errors import CheckpointError
+from trivium.errors import CheckpointError, shown
 from trivium.parts.feedforward import Activation
 from trivium.parts.site import MOST
 
@@ -47,6 +47,13 @@ ACTIVATIONS: Mapping[str, Activation] = {
 def spelling(activation: str) -> str:
     """What `transformers` calls an activation of ours; one that it does not have gives the name of another."""
     return next((theirs for theirs, mine in ACTIVATIONS.items() if mine == activation), "gelu")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 class Fields:
@@ -95,7 +102,7 @@ class Fields:
     ) -> float:
         """A finite number."""
         value = self._get(name, default, also, null)
-        good = type(value) in (int, float) and math.isfinite(value) and least <= value <= most
+        good = type(value) in (int, float) and _finite(value) and least <= value <= most
         if not good:
             raise self.refusal(name, value, f"it must be a number from {least} to {most}")
         return float(value)
@@ -143,8 +150,7 @@ class Fields:
         self._asked.update(names)
 
     def refusal(self, name: str, value: object, reason: str) -> CheckpointError:
-        shown = repr(value)
-        return CheckpointError(f"{self.where}: {name} is {shown[:60]}{'…' if len(shown) > 60 else ''}; {reason}")
+        return CheckpointError(f"{self.where}: {name} is {shown(value, 60)}; {reason}")
 
     def _get(self, name: str, default: Any, also: str, null: Any) -> Any:
         self._asked.add(name)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trivium.checkpoints.format import fresh
-from trivium.errors import CheckpointError, ConfigError
+from trivium.errors import CheckpointError, ConfigError, shown
 from trivium.interop.architectures.architecture import first_block, like
 from trivium.interop.architectures.llama import QK_EPS
 from trivium.interop.fields import Fields
@@ -93,9 +93,8 @@ def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: Non
         name = file.settings.get("general.architecture")
         kind = KINDS.get(name) if isinstance(name, str) else None
         if kind is None:
-            shown = str(name)[:60]
             raise CheckpointError(
-                f"{path} holds the architecture {shown!r}; trivium reads {', '.join(KINDS)} from GGUF"
+                f"{path} holds the architecture {shown(name, 60)}; trivium reads {', '.join(KINDS)} from GGUF"
             )
         prefix = f"{name}."
         table = {key.removeprefix(prefix): value for key, value in file.settings.items() if key.startswith(prefix)}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trivium.errors import DataError, RequestError
+from trivium.errors import DataError, RequestError, shown
 from trivium.interop.fields import Fields
 from trivium.interop.foreign import Say
 from trivium.text.adopt import Frame, Roles
@@ -46,11 +46,11 @@ def read_text(
     if isinstance(template, str) and template:
         notes["chat_template"] = template
     kind, pre = table.get("ggml.model"), table.get("ggml.pre", "default")
-    if kind not in ("gpt2", "llama"):
-        say(f"{where} has a tokenizer of the kind {str(kind)[:40]!r}, which trivium does not read from GGUF")
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
+        say(f"{where} has a tokenizer of the kind {shown(kind, 40)}, which trivium does not read from GGUF")
         return None, notes
-    if kind == "gpt2" and pre not in SPLITS:
-        say(f"{where} has a tokenizer that splits texts by {str(pre)[:40]!r}, which trivium does not know")
+    if kind == "gpt2" and not (isinstance(pre, str) and pre in SPLITS):
+        say(f"{where} has a tokenizer that splits texts by {shown(pre, 40)}, which trivium does not know")
         return None, notes
     if kind == "gpt2" and pre == "default":
         say(f"{where} does not say how its tokenizer splits texts; they are split as GPT-2's are")

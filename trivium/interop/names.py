@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from trivium.errors import CheckpointError
+from trivium.errors import CheckpointError, printable
 
 _LAYER = re.compile(r"\.blocks\.(\d+)\.")
 _ENDS = ("", ".weight", ".bias")  # a name that is no tensor is a module, whose weight and bias are meant
@@ -159,9 +159,9 @@ class Rules:
             known = self._known(name, wanted)
             if known is None:
                 reason = hint or "this is another kind of model"
-                raise CheckpointError(f"{where}: nobody reads the tensor {_shown(name)}; {reason}")
+                raise CheckpointError(f"{where}: nobody reads the tensor {printable(name, 100)}; {reason}")
             if known in found:
-                both = f"{_shown(name)} and {_shown(found[known])}"
+                both = f"{printable(name, 100)} and {printable(found[known], 100)}"
                 raise CheckpointError(f"{where}: {both} are the same tensor; remove one of them")
             found[known] = name
         copies = self._resolve(found, wanted)
@@ -220,8 +220,3 @@ class Rules:
             else:
                 found[original] = found[copy]
         return present
-
-
-def _shown(name: str) -> str:
-    """A name out of a file, where there may be anything, on one line."""
-    return name if name.isprintable() else ascii(name)

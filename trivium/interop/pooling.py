@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trivium.errors import CheckpointError
+from trivium.errors import CheckpointError, shown
 from trivium.files import read_inside
 
 MODULES, SENTENCES = "modules.json", "sentence_bert_config.json"
@@ -62,7 +62,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 def _beside(folder: Path, place: str) -> str:
     """The folder of a module, which must be one beside modules.json."""
     if not _NAME.fullmatch(place) or place in (".", ".."):
-        raise CheckpointError(f"{folder / MODULES} names the folder {place[:80]!r}, which is not one beside it")
+        raise CheckpointError(f"{folder / MODULES} names the folder {shown(place)}, which is not one beside it")
     return place
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trivium.checkpoints.format import Stored, header
-from trivium.errors import CheckpointError
+from trivium.errors import CheckpointError, printable, shown
 from trivium.files import read_inside
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -75,16 +75,21 @@ def _sharded(folder: Path) -> dict[str, Stored]:
     result: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
         if not _NAME.fullmatch(name):
-            raise CheckpointError(f"{index} names the file {name[:80]!r}, which is not one beside it; fetch it again")
+            raise CheckpointError(f"{index} names the file {shown(name)}, which is not one beside it; fetch it again")
         if not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name}, which is not a safetensors file; fetch those instead")
+            raise CheckpointError(
+                f"{index} names {printable(name, 80)}, which is not a safetensors file; fetch those instead"
+            )
         for tensor, entry in _header(within(folder, name)).items():
             if places.get(tensor) != name:
-                raise CheckpointError(f"{folder / name} holds {tensor}, which {INDEX} does not place there")
+                raise CheckpointError(
+                    f"{folder / name} holds {printable(tensor, 100)}, which {INDEX} does not place there"
+                )
             result[tensor] = entry
     missing = places.keys() - result.keys()
     if missing:
-        raise CheckpointError(f"{index} places {min(missing)} in {places[min(missing)]}, which does not hold it")
+        lost = min(missing)
+        raise CheckpointError(f"{index} places {printable(lost, 100)} in {places[lost]}, which does not hold it")
     return result
 
 
@@ -95,7 +100,9 @@ def _header(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{path} is missing; fetch the whole checkpoint")
         return header(path)
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({printable(str(error), 200)}); fetch it again"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -104,7 +111,8 @@ def check(name: str, entry: Stored) -> None:
     """Refuse a tensor that holds no plain numbers."""
     if entry.kind not in _FLOATS:
         raise CheckpointError(
-            f"{entry.path}: {name} is stored as {entry.kind}, not as floating-point numbers; fetch those"
+            f"{entry.path}: {printable(name, 100)} is stored as {printable(entry.kind, 40)}, not as floating-point "
+            "numbers; fetch those"
         )
 
 

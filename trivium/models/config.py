@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from trivium.config import at_least, fraction, place, variants
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, shown
 from trivium.models.block import BLOCKS, AnyBlock, Block
 from trivium.parts.boundary import BOUNDARIES, Boundary
 from trivium.parts.embeddings import EMBEDDINGS, Embedding, Tokens
@@ -43,7 +43,7 @@ class Stack:
         fraction("lock", self.lock)
         unknown = [name for name in self.pattern if name and name not in self.variants]
         if unknown:
-            raise ConfigError(f"pattern: {unknown[0]!r} is not among the variants; add [variants.{unknown[0]}]")
+            raise ConfigError(f"pattern: {shown(unknown[0])} is not among the variants; add [variants.NAME] for it")
 
     def blocks(self) -> list[AnyBlock]:
         """The block of every layer, first to last."""

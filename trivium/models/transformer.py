@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from trivium.errors import ConfigError, RequestError
+from trivium.errors import ConfigError, RequestError, printable
 from trivium.models.config import SHARED, ModelConfig, Stack
 from trivium.models.stack import PlainStack
 from trivium.parts.attention import MultiHeadAttention
@@ -258,7 +258,7 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Shaped]) -> None:
     """Refuse a missing, extra or misshapen tensor; a model on the meta device costs no memory for that."""
     own = weights(model)
     wrong = [f"{name} is missing" for name in own if name not in tensors]
-    wrong += [f"{name} is not part of this model" for name in tensors if name not in own]
+    wrong += [f"{printable(name, 100)} is not part of this model" for name in tensors if name not in own]
     wrong += [
         f"{name} has shape {list(tensors[name].shape)}, not {list(tensor.shape)}"
         for name, tensor in own.items()

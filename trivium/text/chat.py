@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from trivium.errors import DataError, RequestError
+from trivium.errors import DataError, RequestError, shown
 from trivium.text.template import EVERYONE, canonical, quoted
 from trivium.text.tokenizer import Tokenizer
 
@@ -106,7 +106,7 @@ class Chat:
             raise RequestError("the conversation has no question; say something")
         for place, message in enumerate(messages):
             if message.role not in ROLES:
-                raise RequestError(f"message {place + 1} is by {message.role!r}; roles are {', '.join(ROLES)}")
+                raise RequestError(f"message {place + 1} is by {shown(message.role)}; roles are {', '.join(ROLES)}")
             if message.role == "system" and place:
                 raise RequestError(f"message {place + 1} is by the system; its message comes first, and once")
         if messages[0].role != "system":

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from trivium.errors import DataError
+from trivium.errors import DataError, printable
 
 END = "<|endoftext|>"
 UNKNOWN = "<|unk|>"  # a character that was not seen in training: it comes from text, so it is not among the specials
@@ -44,7 +44,7 @@ def guarded(do: Callable[[], Any]) -> Any:
         # The library raises nothing narrower than Exception, and what it did not foresee is not even one.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise DataError(" ".join(str(error).split())) from None
+        raise DataError(printable(" ".join(str(error).split()), 200)) from None
 
 
 def with_end(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

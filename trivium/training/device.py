@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, shown
 from trivium.parts.hardware import native_bf16
 from trivium.parts.kernels import fp8
 from trivium.training.recipe import Recipe
@@ -29,7 +29,7 @@ def choose(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device: {name!r} is not a device; try auto, cpu, cuda or mps") from None
+        raise ConfigError(f"device: {shown(name)} is not a device; try auto, cpu, cuda or mps") from None
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if not there.get(device.type, False):
         raise ConfigError(f"device: there is no {device.type} here; try device=auto or device=cpu")

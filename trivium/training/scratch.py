@@ -25,6 +25,10 @@ def prepared(folder: Path) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch
+    except OSError as error:  # a full disk: the name that the user knows, not the hidden one
+        inner = str(error.filename or scratch)
+        error.filename = inner.replace(str(scratch), str(folder), 1)
+        raise
     finally:
         if scratch.exists():
             remove(scratch)
