@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trivium import config as settings
@@ -14,7 +15,7 @@ from trivium.checkpoints import bundle
 from trivium.checkpoints.format import Stored
 from trivium.checkpoints.model_files import has_model
 from trivium.checkpoints.store import Store
-from trivium.errors import CheckpointError, RequestError, with_file_errors
+from trivium.errors import CheckpointError, RequestError, shown, with_file_errors
 from trivium.evaluation.likelihood import Score
 from trivium.evaluation.results import results
 from trivium.files import as_path
@@ -67,14 +68,19 @@ def presets() -> list[str]:
 
 def preset(name: str) -> ModelConfig:
     """The configuration of a named system."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise settings.unknown("preset", name, PRESETS)
     return PRESETS[name]()
 
 
 def build(config: ModelConfig | str, *, device: str = "cpu", seed: int = 0) -> Transformer:
     """A new module with weights drawn from `seed`; on the device "meta" it only has shapes."""
-    return build_module(preset(config) if isinstance(config, str) else config, seed=seed, device=device)
+    if not isinstance(config, ModelConfig | str):
+        raise RequestError(f"config: {shown(config)} is neither a ModelConfig nor the name of a preset")
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise RequestError(f"seed: {shown(seed)} is not a whole number from 0 up to 2**63")
+    where = torch.device("meta") if device == "meta" else choose(device)
+    return build_module(preset(config) if isinstance(config, str) else config, seed=seed, device=where)
 
 
 @with_file_errors
@@ -100,8 +106,10 @@ def load(
         if len(folder.parts) == 2 and not folder.parent.exists():  # the name of a repository elsewhere
             hint = f"trivium downloads nothing: `hf download {folder} --local-dir {folder.name}`, then name that folder"
         raise CheckpointError(f"{folder} does not exist; {hint}")
-    if average < 0:
-        raise RequestError(f"average: {average} is negative; 0 loads the model as it is")
+    if type(average) is not int or average < 0:
+        raise RequestError(f"average: {shown(average)} is not a number of checkpoints; 0 loads the model as it is")
+    if type(bits) is not int or bits not in (0, 4, 8):
+        raise RequestError(f"bits: weights can have 8 or 4 bits, not {shown(bits)}; 0 keeps them as they are")
     lay = partial(lay_out, device=choose(device))
     first: Lay = (lambda module: None) if bits else lay  # what has levels is laid out when it has them
     if has_model(folder) and not average:
@@ -155,7 +163,7 @@ class Run:
     @property
     def best(self) -> dict[str, Any] | None:
         """The validation with the lowest loss."""
-        scored = [row for row in self.metrics if row.get("kind") == "valid" and isinstance(row["loss"], float)]
+        scored = [row for row in self.metrics if row.get("kind") == "valid" and isinstance(row.get("loss"), float)]
         return min(scored, key=lambda row: float(row["loss"]), default=None)
 
     @property
@@ -184,6 +192,8 @@ def train(
 
     The recipe's relative paths of data are below `data_dir`, or else below the current folder.
     """
+    if not isinstance(quiet, bool):
+        raise RequestError(f"quiet: expects true or false, not {shown(quiet)}")
     say: Say = (lambda text: None) if quiet else printed
     session = open_run(
         source if isinstance(source, Recipe) else as_path(source),

@@ -142,6 +142,8 @@ def load(cls: type[T], *layers: Layer, parts: Sequence[type[Any]] = (), start: T
 
     `parts` are classes from outside the package that a place may name by their class name.
     """
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, type) for part in parts):
+        raise ConfigError(f"parts: expects a list of classes, not {shown(parts)}")
     loader = _Loader({part.__name__: part for part in parts})
     value = loader.node(cls, {}, start if start is not None else cls(), list(layers), "")
     ConfigError.gather(loader.errors)

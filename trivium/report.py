@@ -14,6 +14,7 @@ from trivium.files import read_inside
 Point = tuple[float, float]
 
 _LARGEST = 1 << 30  # bytes of a file of a run
+_NUMBERS = ("loss", "bits_per_byte", "seconds")
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #fdfcfa; --soft: #6b7785; --line: #d9d5cd;
@@ -35,8 +36,8 @@ svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
 def page(folder: Path) -> str:
     """The page of the run in `folder`, made from the files that it holds."""
     metrics = _lines(folder / "metrics.jsonl")
-    trained = [row for row in metrics if row.get("kind") == "train" and isinstance(row.get("loss"), int | float)]
-    scored = [row for row in metrics if row.get("kind") == "valid" and isinstance(row.get("loss"), int | float)]
+    trained = [row for row in metrics if row.get("kind") == "train" and "loss" in row]
+    scored = [row for row in metrics if row.get("kind") == "valid" and "loss" in row]
     tests = [row for row in metrics if row.get("kind") == "test"]
     sections = [
         f"<h1>{html.escape(folder.resolve().name)}</h1>",
@@ -53,11 +54,12 @@ def page(folder: Path) -> str:
         f"<details><summary>config.toml</summary><pre>{html.escape(_read(folder / 'config.toml'))}</pre></details>",
     ]
     title = html.escape(folder.resolve().name)
-    return (
+    whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n" + "\n".join(sections) + "\n</body></html>\n"
     )
+    return whole.encode(errors="replace").decode()  # a line of JSON may hold half a surrogate pair
 
 
 def curve(train: Sequence[Point], valid: Sequence[Point], *, width: int = 860, height: int = 320) -> str:
@@ -135,7 +137,7 @@ def _summary(trained: list[dict[str, Any]], scored: list[dict[str, Any]], tests:
 def _score(row: dict[str, Any]) -> str:
     """Bits per byte where an objective scores a whole text, else its own loss."""
     bits = row.get("bits_per_byte")
-    return f"{row['loss']:.3f} nats" if bits is None else f"{bits:.3f} bits per byte"
+    return f"{row.get('loss', math.nan):.3f} nats" if bits is None else f"{bits:.3f} bits per byte"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[float | None]]) -> str:
@@ -152,7 +154,7 @@ def _number(value: float | None) -> str:
 
 def _sample(row: dict[str, Any]) -> str:
     prompt, text = html.escape(str(row.get("prompt", ""))), html.escape(str(row.get("text", "")))
-    return f'<p class="soft">step {int(row.get("step", 0))}</p><pre><b>{prompt}</b>{text}</pre>'
+    return f'<p class="soft">step {row["step"]}</p><pre><b>{prompt}</b>{text}</pre>'
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -162,9 +164,17 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue  # the last line of a run that was killed
-        if isinstance(row, dict):
-            rows.append(row)
+        if isinstance(row, dict) and _is_number(row.get("step", 0)):
+            rows.append(
+                {name: value for name, value in row.items() if name not in _NUMBERS or _is_number(value)}
+                | {"step": int(row.get("step", 0))}
+            )
     return rows
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number of a size that can be drawn: somebody else may have written the file."""
+    return type(value) in (int, float) and abs(value) < 2**53
 
 
 def _read(path: Path) -> str:

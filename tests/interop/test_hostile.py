@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import transformers
 from tokenizers import models, pre_tokenizers, processors, trainers
 
-from tests.interop.mutation import mutated
+from tests.interop.mutation import spoilt
 from tests.oracle.copying import ids
 from trivium.errors import CheckpointError, ConfigError, DataError, RequestError
 from trivium.interop.foreign import Foreign
@@ -161,53 +160,6 @@ def test_no_size_of_a_configuration_takes_long_or_much(name: str, folders: dict[
             used(folder)
             assert time.monotonic() - began < SECONDS, f"{key} = {value}"
             assert peak() - before < BYTES, f"{key} = {value}"
-
-
-def _deep() -> Any:
-    result: Any = []
-    for _ in range(150):  # three of them inside each other are still less than the walk below can take
-        result = [result]
-    return result
-
-
-# fmt: off
-VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 3, 7, 10_000, 9_999_991, 10_000_000, 2**31, 2**63, 10**40, 0.5, -1.0, 1e-320, 1e308,
-    float("nan"), float("inf"), "", "x", "../../etc/passwd", "/dev/zero", "\x00", "\ud800", "gelu", "a\nb", [], {},
-    [[]], [1, "a"], {"a": {}}, ["full_attention"], _deep(),
-]
-# fmt: on
-
-
-def spoilt(raw: bytes, draw: random.Random) -> bytes:
-    """A JSON file with some values replaced, moved or gone; or any bytes of it."""
-    if draw.random() < 0.3:
-        return mutated(raw, draw, front=1500)
-    table = json.loads(raw)
-    for _ in range(draw.randint(1, 3)):
-        places = list(_places(table, draw))
-        if not places:
-            break
-        inside, key = draw.choice(places)
-        match draw.randrange(8):
-            case 0:
-                del inside[key]
-            case 1 if isinstance(inside, dict):
-                inside[draw.choice(["x", "", f"{key} ", "model_type"])] = inside.pop(key)
-            case 2:
-                other, at = draw.choice(places)
-                inside[key] = json.loads(json.dumps(other[at]))
-            case _:
-                inside[key] = copy.deepcopy(draw.choice(VALUES))  # else one could come to lie inside itself
-    return json.dumps(table).encode()
-
-
-def _places(table: Any, draw: random.Random) -> Iterator[tuple[Any, Any]]:
-    """Every value of a small table with what it is in, and a few of a large one."""
-    keys = list(table) if isinstance(table, dict) else list(range(len(table))) if isinstance(table, list) else []
-    for key in keys if len(keys) < 40 else draw.sample(keys, 6):
-        yield table, key
-        yield from _places(table[key], draw)
 
 
 def test_spoilt_files_of_any_architecture_give_clean_errors_in_bounded_time(

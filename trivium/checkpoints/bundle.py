@@ -113,6 +113,7 @@ def _open(folder: Path, parts: Sequence[type[Any]], lay: Lay, tick: Tick) -> Bun
         raise CheckpointError(f"{folder / TOKENIZER} is not the tokenizer this model was trained with; restore it")
     found = format.stored(file)
     try:
+        _check_layers(config, found)
         shape = build(config, device="meta")
         if facts["format"] == FORMAT:
             module = _quantized(shape, found, facts["bits"], lay, tick)
@@ -152,10 +153,17 @@ def model_from(
 ) -> Transformer:
     """A model of the configuration in `table`, filled with `tensors`; `lay` sees it before that."""
     try:
-        shape = build(settings.load(ModelConfig, table, parts=parts), device="meta")
-        return _filled(shape, tensors, lay, tick=lambda what, done, of: None)
+        config = settings.load(ModelConfig, table, parts=parts)
+        _check_layers(config, tensors)
+        return _filled(build(config, device="meta"), tensors, lay, tick=lambda what, done, of: None)
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be opened: {error.sentence}") from None
+
+
+def _check_layers(config: ModelConfig, tensors: Mapping[str, Any]) -> None:
+    """Refuse more layers than there are tensors, before the time of building so many is spent."""
+    if config.layers > max(len(tensors), 100):  # a layer of another package may have none
+        raise ConfigError(f"the configuration has {config.layers} layers, the file only {len(tensors)} tensors")
 
 
 def _filled(shape: Transformer, tensors: Mapping[str, Tensor | Stored], lay: Lay, tick: Tick) -> Transformer:

@@ -24,7 +24,9 @@ def standard_input() -> str:
 
 def print_json(value: Any) -> None:
     """One document on standard output."""
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+    text = json.dumps(value, ensure_ascii=False, indent=2)
+    # half a surrogate pair, which a stranger's file may hold, becomes JSON's own escape
+    typer.echo(text.encode(errors="backslashreplace").decode())
 
 
 def print_table(head: list[str], rows: Iterable[list[str]]) -> None:

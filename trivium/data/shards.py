@@ -161,7 +161,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if isinstance(version, int) and version > FORMAT:
         raise DataError(f"{path} was written by a newer trivium; update trivium or build the shards again")
     seal = manifest.pop("sha256", None)
-    if seal != _hash(manifest) or version != FORMAT or not _well_formed(manifest):
+    try:
+        sealed = seal == _hash(manifest)
+    except UnicodeEncodeError:  # half a surrogate pair, which no text has
+        raise damaged from None
+    if not sealed or version != FORMAT or not _well_formed(manifest):
         raise damaged
     return manifest
 
@@ -184,7 +188,7 @@ def _well_formed(manifest: Mapping[str, Any]) -> bool:
             ordered = ordered and borders == sorted(borders)
             wanted[f"{split}.bin"] = told["tokens"] * DTYPES[manifest["dtype"]].itemsize
             wanted[f"{split}.docs.bin"] = told["documents"] * STARTS.itemsize
-        typed = all(type(word) is str for word in words) and all(type(n) is int and n >= 0 for n in numbers)
+        typed = all(type(word) is str for word in words) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         return typed and ordered and {name: entry["size"] for name, entry in files.items()} == wanted
     except (KeyError, TypeError, AttributeError):
         return False

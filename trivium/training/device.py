@@ -24,11 +24,13 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 def choose(name: str) -> torch.device:
     """The device that `name` means; `auto` is cuda, then mps, then cpu."""
-    if name == "auto":
+    if isinstance(name, str) and name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
+        if not isinstance(name, str | torch.device):
+            raise TypeError
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError, ValueError):
         raise ConfigError(f"device: {shown(name)} is not a device; try auto, cpu, cuda or mps") from None
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if not there.get(device.type, False):

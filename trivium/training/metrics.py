@@ -99,13 +99,20 @@ def _rows(content: bytes) -> list[dict[str, Any]]:
             row = json.loads(line.decode("utf-8", errors="replace"))
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict):
+        if isinstance(row, dict) and _is_sound(row):
             found.append(row)
     return found
 
 
+def _is_sound(row: Mapping[str, Any]) -> bool:
+    """Whether a row says which step it is about, where readers rely on it: somebody else may have written it."""
+    step = row.get("step", None if row.get("kind") in ("train", "valid") else 0)
+    return type(step) is int and 0 <= step < 2**53
+
+
 def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    # half a surrogate pair, which only a stranger's row has, becomes JSON's own escape
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(errors="backslashreplace")
 
 
 def _is_at(file: FileIO, path: Path) -> bool:

@@ -97,7 +97,7 @@ class History:
     def _stale(self, item: Listed) -> bool:
         try:
             known = int(format.document(item.path, "state").get("rollbacks", 0))
-        except CheckpointError:
+        except (CheckpointError, TypeError, ValueError, OverflowError):
             return False  # damaged: whoever looks for a whole one will say so
         return any(item.step > entry.to for entry in self.returns[known:])
 
@@ -145,8 +145,13 @@ class History:
 
 def _parsed(row: dict[str, Any]) -> Return:
     first, end = row["rows"]
-    fields = {name: row[name] for name in ("step", "found", "trigger", "why", "checkpoint", "to", "action")}
-    return Return(**fields, rows=(int(first), int(end)))
+    numbers = {name: row[name] for name in ("step", "found", "to")}
+    words = {name: row[name] for name in ("trigger", "why", "checkpoint", "action")}
+    if not all(type(number) is int and abs(number) < 2**53 for number in (first, end, *numbers.values())):
+        raise ValueError("not a whole number")
+    if not all(type(word) is str for word in words.values()):
+        raise ValueError("not text")
+    return Return(**numbers, **words, rows=(first, end))
 
 
 def replay(journal: Iterable[dict[str, Any]]) -> Iterator[tuple[int, float, float]]:

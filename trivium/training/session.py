@@ -15,7 +15,7 @@ from trivium.checkpoints import bundle, format
 from trivium.checkpoints.model_files import has_model, withdraw
 from trivium.checkpoints.store import Checkpoint, Store
 from trivium.data.shards import changed_sources
-from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError
+from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError, printable
 from trivium.files import write_atomic
 from trivium.generation.sampling import Sampling
 from trivium.generation.text import complete
@@ -284,10 +284,7 @@ class Session:
         """Take up the state of a checkpoint or of a fresh job, with all that is known about it by now."""
         self.best = self.kept = math.inf
         if found is not None:
-            state = format.document(found.path, "state")
-            job.load(lambda section: format.tensors(found.path, section), found.step, state)
-            self.best = self.kept = math.inf if state["best"] is None else float(state["best"])
-            self.seconds = max(self.seconds, float(state["seconds"]))
+            self._take_up(job, found)
         elif fresh is not None:
             sections = fresh.tensors()
             job.load(lambda section: sections[section], 0, fresh.state())
@@ -298,6 +295,19 @@ class Session:
         self.detector = self._detector()
         for step, loss, norm in replay(self.record.metrics.rows()):
             self.detector.see(step, loss, norm)
+
+    def _take_up(self, job: Job, found: Checkpoint) -> None:
+        """Fill a job from a checkpoint; one with whole files that do not say what a checkpoint says is refused."""
+        state = format.document(found.path, "state")
+        try:
+            job.load(lambda section: format.tensors(found.path, section), found.step, state)
+            self.best = self.kept = math.inf if state["best"] is None else float(state["best"])
+            self.seconds = max(self.seconds, float(state["seconds"]))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{found.path} does not hold the state of this run ({type(error).__name__}: "
+                f"{printable(str(error), 100)}); move it out of {self.store.folder} to go on from another one"
+            ) from error
 
     def _detector(self) -> Detector:
         return Detector(self.options, clip=self.recipe.clip, nonfinite=self.recipe.nonfinite == "rollback")

@@ -1,0 +1,440 @@
+"""Every kind of file that trivium reads: how a whole one is made, how it is spoilt, and what opens it."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import random
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sentencepiece
+import torch
+
+from tests.generation import tiny
+from tests.hostile import folders
+from tests.interop import gguf_models, test_gguf, test_hostile, test_llama2c
+from tests.interop.mutation import mutated, spoilt
+from tests.oracle.copying import ids
+from tests.training.conftest import finish, resume
+from trivium import api, report
+from trivium.checkpoints import format
+from trivium.config import write
+from trivium.data import shards
+from trivium.data.pairs import read_pairs
+from trivium.data.show import describe, preview
+from trivium.data.sources import pieces
+from trivium.errors import TriviumError
+from trivium.evaluation.results import results
+from trivium.generation.chat import chat_of
+from trivium.handle import Model
+from trivium.interop.pooling import pooling
+from trivium.text.published import read_tokenizer
+from trivium.text.tokenizer import Tokenizer, open_tokenizer
+
+Spoil = Callable[[bytes, random.Random], bytes]
+STEP = "checkpoints/step-00000004"
+
+
+def nothing(folder: Path) -> None:
+    """The file is not sealed."""
+
+
+class Kind(NamedTuple):
+    """A file by its name in a folder that `make` fills."""
+
+    make: Callable[[Path], object]
+    name: str
+    spoil: Spoil
+    use: Callable[[Path], object]  # gets the folder
+    few: int = 60  # rounds without --full
+    many: int = 30_000  # and with it
+    seal: Callable[[Path], None] = nothing  # what a stranger does to make the sums fit again
+    writes: bool = False  # whether `use` changes the folder
+
+
+# How files are spoilt
+
+
+def binary(front: int) -> Spoil:
+    return lambda raw, draw: mutated(raw, draw, front=front)
+
+
+def lines(raw: bytes, draw: random.Random) -> bytes:
+    """JSON lines: one of them spoilt, doubled, moved or gone, or any bytes."""
+    every = raw.rstrip(b"\n").split(b"\n")
+    at = draw.randrange(len(every))
+    match draw.randrange(5):
+        case 0:
+            return mutated(raw, draw, front=len(raw))
+        case 1:
+            every.insert(draw.randrange(len(every)), every[at])
+        case 2:
+            del every[at]
+        case _:
+            every[at] = spoilt(every[at], draw)
+    return b"\n".join(every) + b"\n"
+
+
+def toml(raw: bytes, draw: random.Random) -> bytes:
+    """TOML with values of other types and sizes in it, or any bytes."""
+    if draw.random() < 0.3:
+        return mutated(raw, draw, front=len(raw))
+    table = json.loads(spoilt_table(json.dumps(tomllib.loads(raw.decode())).encode(), draw))
+    try:
+        return write(table).encode()
+    except (TypeError, UnicodeEncodeError, AttributeError):  # what TOML cannot say
+        return mutated(raw, draw, front=len(raw))
+
+
+def spoilt_table(raw: bytes, draw: random.Random) -> bytes:
+    """As `spoilt`, but always JSON."""
+    while True:
+        found = spoilt(raw, draw)
+        try:
+            json.loads(found)
+            return found
+        except (ValueError, RecursionError):
+            continue
+
+
+# What opens them
+
+
+def read(folder: Path) -> None:
+    """Everything that a user does first with a model: load, look, a text, one pass."""
+    m = api.load(folder, device="cpu", say=said)
+    if not (folder.is_file() or (folder / "config.json").exists()):
+        api.show(folder)
+    passed(m)
+
+
+def said(text: str) -> None:
+    """Sentences that are no errors are short, too."""
+    assert len(text) < 2000, text[:200]
+    assert text.isprintable(), ascii(text[:200])
+
+
+def passed(m: Model) -> None:
+    context, vocab = m.config.context, m.config.vocab
+    tokens_BT = ids(1, min(2, context), 0, vocab)
+    with torch.no_grad():
+        m.logits(tokens_BT, *([tokens_BT] if m.config.family == "encoder-decoder" else []))
+    try:
+        texts(m.tokenizer)
+        chat_of(m.tokenizer, m.notes)
+    except TriviumError:  # no tokenizer, no template
+        pass
+
+
+def texts(tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None:
+        return
+    found = tokenizer.encode("to be, or not e\u0301 ☃ <s>")
+    tokenizer.decode(found)
+    for id in found[:3]:
+        tokenizer.piece(id)
+    tokenizer.spans("to be, or not")
+
+
+def tokenizer_of(folder: Path) -> None:
+    texts(read_tokenizer(folder))
+
+
+def own_tokenizer(folder: Path) -> None:
+    texts(open_tokenizer(folder))
+
+
+def resumed(folder: Path) -> None:
+    """Going on with a run, up to the first event: its checkpoint, its journals and its data have been read then."""
+    events = resume(folder).events()
+    next(iter(events), None)
+    events.close()  # type: ignore[attr-defined]
+
+
+def ended(folder: Path) -> None:
+    """Going on with a run of which all steps are done: the model is delivered, the report written."""
+    finish(resume(folder))
+
+
+def shown(folder: Path) -> None:
+    api.show(folder)
+    _ = api.Run(folder).best
+    report.page(folder)
+
+
+def seen(folder: Path) -> None:
+    """`trivium data stats` and `trivium data show`, of a run's own shards."""
+    found, tokenizer = shards.open_shards(folder / "data"), open_tokenizer(folder)
+    describe(found, tokenizer)
+    preview(found, tokenizer, 16, 0, "train")
+    preview(found, tokenizer, 16, 0, "valid")
+
+
+def corpus(name: str) -> Callable[[Path], None]:
+    def use(folder: Path) -> None:
+        for _ in pieces([folder / name], separator="", field="text", read=lambda count: None):
+            pass
+
+    return use
+
+
+def table_of_pairs(folder: Path) -> None:
+    for _ in read_pairs([folder / "pairs.tsv"], (0, 1), read=lambda count: None):
+        pass
+
+
+def described(folder: Path) -> None:
+    """A recipe: read, and written again if it is one."""
+    write(api.recipe(folder / "recipe.toml"))
+
+
+# What makes them
+
+
+def published(name: str) -> Callable[[Path], None]:
+    """A folder of `transformers` with a tokenizer."""
+
+    def make(folder: Path) -> None:
+        torch.manual_seed(0)
+        test_hostile.made(name, folder)
+
+    return make
+
+
+def gguf_file(folder: Path) -> None:
+    theirs = test_gguf.small(vocab_size=300, hidden_size=32, num_hidden_layers=1, intermediate_size=32)
+    folder.mkdir()
+    gguf_models.write(folder / "model.gguf", theirs, kind="Q8_0", change=gguf_models.written_text(300))
+
+
+def llama2c(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "model.bin").write_bytes(test_llama2c.written(test_llama2c.model(), 1))
+
+
+def stories(folder: Path) -> None:
+    folder.mkdir()
+    shutil.copy(test_llama2c.STORIES / "stories260K.bin", folder / "model.bin")
+    shutil.copy(test_llama2c.STORIES / "tok512.bin", folder / "tok512.bin")
+
+
+def spm(folder: Path) -> None:
+    folder.mkdir()
+    target = io.BytesIO()
+    sentences = ["to be or not to be that is the question", "whether it is nobler in the mind", "ab ba abba"] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=target,
+        vocab_size=340,
+        byte_fallback=True,
+        pad_id=3,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
+    (folder / "spiece.model").write_bytes(target.getvalue())
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5", "decoder_start_token_id": 3}))
+
+
+def wordpieces(folder: Path) -> None:
+    folder.mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "to", "be", "##e", ",", "or", "not", "☃"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+
+
+def merges(folder: Path) -> None:
+    folder.mkdir()
+    letters = [chr(code) for code in range(33, 127)] + ["Ġ"]
+    pairs = [("t", "o"), ("b", "e"), ("Ġ", "b"), ("n", "o"), ("no", "t")]
+    vocab = {piece: id for id, piece in enumerate([*letters, *map("".join, pairs), "<|endoftext|>"])}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, pairs)))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").write_text(json.dumps(settings))
+    (folder / "added_tokens.json").write_text(json.dumps({"<sep>": 100}))
+
+
+def chatting(folder: Path) -> None:
+    published("llama")(folder)
+    template = "{% for m in messages %}{{'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>'}}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+
+
+def evaluated(folder: Path) -> None:
+    (folder / "results").mkdir(parents=True)
+    content = {"name": "a", "split": "test", "metric": "bits", "score": 1.5, "looks": 1, "examples": [{"text": "b"}]}
+    (folder / "results" / "a-test.json").write_text(json.dumps(content))
+
+
+def one_recipe(folder: Path) -> None:
+    (folder / "recipe.toml").write_text(write(folders.recipe(folder)))
+
+
+def run(folder: Path) -> None:
+    shutil.move(folders.run(folder.with_name("trained"), finished=False), folder)
+    rollback = {"kind": "rollback", "step": 9, "found": 9, "trigger": "loss", "why": "a loss of 9", "action": "skip"}
+    rollback |= {"checkpoint": "step-00000004", "to": 4, "rows": [90, 96]}
+    (folder / "events.jsonl").write_text(json.dumps(rollback) + "\n")
+    for path in (folder / "checkpoints").glob("step-*"):
+        if path.name not in STEP:  # else a damaged one is skipped for it
+            shutil.rmtree(path)
+
+
+def corpora(folder: Path) -> None:
+    folder.mkdir()
+    every = [json.dumps({"text": f"line {number} \u2028 of text", "id": number}) for number in range(9)]
+    (folder / "corpus.jsonl").write_text("\n".join(every))
+    (folder / "corpus.txt").write_text("some text\fmore of it, e\u0301\n" * 9)
+    (folder / "corpus.txt.gz").write_bytes(gzip.compress((folder / "corpus.txt").read_bytes()))
+    (folder / "pairs.tsv").write_text("a house\tein Haus\n" * 9)
+
+
+# How a stranger makes the sums fit again
+
+
+def hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def seal_weights(folder: Path) -> None:
+    facts = json.loads((folder / "model.json").read_text())
+    (folder / "model.json").write_text(json.dumps({**facts, "weights": hash_of(folder / "model.safetensors")}))
+
+
+def seal_tokenizer(folder: Path) -> None:
+    facts = json.loads((folder / "model.json").read_text())
+    try:
+        digest = open_tokenizer(folder).digest
+    except TriviumError:
+        return
+    (folder / "model.json").write_text(json.dumps({**facts, "tokenizer": digest}))
+
+
+def seal_manifest(folder: Path) -> None:
+    """A checkpoint's manifest with its own sha256 as the last field."""
+    path = folder / STEP / "manifest.json"
+    try:
+        table = json.loads(path.read_text())
+        table.pop("sha256", None)
+        path.write_bytes(format._seal(format._json(table)))
+    except (ValueError, AttributeError, RecursionError):
+        return
+
+
+def seal_checkpoint(folder: Path) -> None:
+    """The hashes and sizes of a checkpoint's files, and then the seal."""
+    path = folder / STEP / "manifest.json"
+    table = json.loads(path.read_text())
+    table.pop("sha256")
+    for name, entry in table["files"].items():
+        file = folder / STEP / name
+        entry.update(size=file.stat().st_size, sha256=hash_of(file))
+    path.write_bytes(format._seal(format._json(table)))
+
+
+def seal_shards(folder: Path) -> None:
+    path = folder / "data" / "manifest.json"
+    try:
+        table: Any = json.loads(path.read_text())
+        table.pop("sha256", None)
+        path.write_text(json.dumps(shards._sealed(table)))
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return
+
+
+def seal_ids(folder: Path) -> None:
+    """Sizes and hashes of the token ids; counts that follow from the sizes, so that they are looked at."""
+    path = folder / "data" / "manifest.json"
+    table: Any = json.loads(path.read_text())
+    table.pop("sha256")
+    sizes = {"uint16": 2, "uint32": 4}
+    for name, entry in table["files"].items():
+        file = folder / "data" / name
+        entry.update(size=file.stat().st_size, sha256=hash_of(file))
+        split, _, docs = name.removesuffix(".bin").partition(".")
+        width = 8 if docs else sizes[table["dtype"]]
+        table["splits"][split]["documents" if docs else "tokens"] = entry["size"] // width
+        table["splits"][split]["sources"] = [0]
+    path.write_text(json.dumps(shards._sealed(table)))
+
+
+def in_bits(folder: Path) -> None:
+    """A saved model with 8-bit weights."""
+    folders.saved_model(folder.with_name("floats"))
+    api.load(folder.with_name("floats"), device="cpu", bits=8).save(folder)
+
+
+def translator(folder: Path) -> None:
+    Model(tiny.model("t5-small", tiny.DENOISING), tiny.DENOISING, {}).save(folder)
+
+
+KINDS: dict[str, Kind] = {
+    # of other programs
+    "safetensors": Kind(published("bert"), "model.safetensors", binary(4000), read),
+    "gguf": Kind(gguf_file, "model.gguf", binary(9000), lambda folder: read(folder / "model.gguf"), 40),
+    "llama2.c": Kind(llama2c, "model.bin", binary(300), lambda folder: read(folder / "model.bin")),
+    "llama2.c tokenizer": Kind(stories, "tok512.bin", binary(7000), lambda folder: read(folder / "model.bin"), 20),
+    "config.json of a decoder": Kind(published("llama"), "config.json", spoilt, read),
+    "config.json of an encoder": Kind(published("bert"), "config.json", spoilt, read),
+    "config.json of an encoder-decoder": Kind(published("t5"), "config.json", spoilt, read),
+    "generation_config.json": Kind(published("llama"), "generation_config.json", spoilt, read),
+    "tokenizer_config.json": Kind(published("llama"), "tokenizer_config.json", spoilt, read),
+    "index": Kind(published("gpt2"), "model.safetensors.index.json", spoilt, read),
+    "modules.json": Kind(published("bert"), "modules.json", spoilt, pooling),
+    "pooling": Kind(published("bert"), "1_Pooling/config.json", spoilt, pooling),
+    "sentence_bert_config.json": Kind(published("bert"), "sentence_bert_config.json", spoilt, pooling),
+    "chat template": Kind(chatting, "chat_template.jinja", binary(200), read),
+    "tokenizer.json, BPE": Kind(published("llama"), "tokenizer.json", spoilt, tokenizer_of),
+    "tokenizer.json, WordPiece": Kind(published("bert"), "tokenizer.json", spoilt, tokenizer_of),
+    "tokenizer.json, Unigram": Kind(published("t5"), "tokenizer.json", spoilt, tokenizer_of),
+    "SentencePiece": Kind(spm, "spiece.model", binary(7000), tokenizer_of),
+    "vocab.txt": Kind(wordpieces, "vocab.txt", binary(200), tokenizer_of),
+    "vocab.json": Kind(merges, "vocab.json", spoilt, tokenizer_of),
+    "merges.txt": Kind(merges, "merges.txt", binary(200), tokenizer_of),
+    "special_tokens_map.json": Kind(merges, "special_tokens_map.json", spoilt, tokenizer_of),
+    "added_tokens.json": Kind(merges, "added_tokens.json", spoilt, tokenizer_of),
+    # saved models
+    "model.json": Kind(folders.saved_model, "model.json", spoilt, read),
+    "model.json of 8 bits": Kind(in_bits, "model.json", spoilt, read),
+    "model.json of an encoder-decoder": Kind(translator, "model.json", spoilt, read),
+    "model.safetensors": Kind(folders.saved_model, "model.safetensors", binary(3000), read, seal=seal_weights),
+    "model.safetensors of 8 bits": Kind(in_bits, "model.safetensors", binary(3000), read, seal=seal_weights),
+    "own tokenizer.json": Kind(folders.saved_model, "tokenizer.json", spoilt, own_tokenizer, seal=seal_tokenizer),
+    "tokenizer.json of a model": Kind(folders.saved_model, "tokenizer.json", spoilt, read, 30, seal=seal_tokenizer),
+    # runs
+    "config.toml, shown": Kind(run, "config.toml", toml, shown, 30),
+    "config.toml, loaded": Kind(run, "config.toml", toml, read, 20),
+    "config.toml, resumed": Kind(run, "config.toml", toml, resumed, 15, 3_000, writes=True),
+    "manifest of a checkpoint": Kind(run, f"{STEP}/manifest.json", spoilt, read, 30, seal=seal_manifest),
+    "tensors of a checkpoint": Kind(run, f"{STEP}/model.safetensors", binary(2500), read, 30, seal=seal_checkpoint),
+    "state of a checkpoint": Kind(run, f"{STEP}/state.json", spoilt, resumed, 10, seal=seal_checkpoint, writes=True),
+    "optimizer of a checkpoint": Kind(
+        run, f"{STEP}/optimizer.safetensors", binary(4000), resumed, 10, seal=seal_checkpoint, writes=True
+    ),
+    "metrics.jsonl, shown": Kind(run, "metrics.jsonl", lines, shown, 30),
+    "metrics.jsonl, at the end": Kind(run, "metrics.jsonl", lines, ended, 5, 1_000, writes=True),
+    "events.jsonl": Kind(run, "events.jsonl", lines, resumed, 10, writes=True),
+    "samples.jsonl": Kind(run, "samples.jsonl", lines, shown, 30),
+    "samples.jsonl, at the end": Kind(run, "samples.jsonl", lines, ended, 5, 1_000, writes=True),
+    "env.json": Kind(run, "env.json", spoilt, shown, 30, 3_000),
+    "manifest of shards": Kind(run, "data/manifest.json", spoilt, seen, 30, seal=seal_shards),
+    "manifest of shards, resumed": Kind(
+        run, "data/manifest.json", spoilt, resumed, 10, 3_000, seal=seal_shards, writes=True
+    ),
+    "token ids": Kind(run, "data/train.bin", binary(100), seen, 30, seal=seal_ids),
+    "document starts": Kind(run, "data/train.docs.bin", binary(100), seen, 30, seal=seal_ids),
+    "results": Kind(evaluated, "results/a-test.json", spoilt, results),
+    # what a user writes
+    "recipe": Kind(one_recipe, "recipe.toml", toml, described, 30),
+    "text": Kind(corpora, "corpus.txt", binary(200), corpus("corpus.txt")),
+    "compressed text": Kind(corpora, "corpus.txt.gz", binary(100), corpus("corpus.txt.gz")),
+    "JSON lines": Kind(corpora, "corpus.jsonl", lines, corpus("corpus.jsonl")),
+    "pairs": Kind(corpora, "pairs.tsv", binary(100), table_of_pairs),
+}
