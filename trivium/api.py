@@ -175,7 +175,7 @@ class Run:
 @with_file_errors
 def recipe(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe in a TOML file, checked, with dotted overrides laid over it."""
-    return read_recipe(as_path(source), settings.overrides(overrides or {}))
+    return read_recipe(as_path(source), settings.overrides({} if overrides is None else overrides))
 
 
 @with_file_errors
@@ -197,7 +197,7 @@ def train(
     say: Say = (lambda text: None) if quiet else printed
     session = open_run(
         source if isinstance(source, Recipe) else as_path(source),
-        settings.overrides(overrides or {}),
+        settings.overrides({} if overrides is None else overrides),
         runs=as_path(runs),
         data_dir=None if data_dir is None else as_path(data_dir),
         parts=parts,
