@@ -188,7 +188,8 @@ def _well_formed(manifest: Mapping[str, Any]) -> bool:
             ordered = ordered and borders == sorted(borders)
             wanted[f"{split}.bin"] = told["tokens"] * DTYPES[manifest["dtype"]].itemsize
             wanted[f"{split}.docs.bin"] = told["documents"] * STARTS.itemsize
-        typed = all(type(word) is str for word in words) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+        typed = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+        typed = typed and all(type(word) is str and len(word) < 4096 for word in words)  # no path is longer
         return typed and ordered and {name: entry["size"] for name, entry in files.items()} == wanted
     except (KeyError, TypeError, AttributeError):
         return False

@@ -21,6 +21,7 @@ from trivium.text.reading import Reading, described
 CARD = "trivium"  # the key of our table in a tokenizer.json
 HIDDEN = " \0"  # before the name of what texts must not reach
 _SCALE = float(1 << 23)  # of Unigram scores: float32 has as many binary digits
+_LARGEST_SCORE = 3.5e38  # of a float32
 _UNKNOWN = 10.0  # by how much an unknown character is worse than the worst piece
 _MOST = 4_000_000  # ids; the largest published vocabulary has 256,000
 
@@ -314,6 +315,8 @@ def _scale(model: dict[str, Any], hidden: Collection[int | None]) -> None:
     no text reaches, carry that over.
     """
     pieces = model["vocab"]
+    if not all(abs(score) < _LARGEST_SCORE for _, score in pieces):
+        raise DataError("the score of a piece is no float32")
     worst = min((score for id, (_, score) in enumerate(pieces) if id not in hidden), default=0.0)
     unknown = float(round((worst - _UNKNOWN) * _SCALE)) + _UNKNOWN
     model["vocab"] = [

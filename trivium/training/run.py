@@ -67,10 +67,11 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
     written = _explicit(settings.read_of(folder))
     asked = layer.get("budget", {})
     if isinstance(asked, Mapping) and {"minutes", "tokens"} & set(asked):
-        steps = written.get("budget", {}).get("steps")
-        raise ConfigError(f"budget: a run goes on for a number of steps; set budget.steps=N (now {steps})")
+        budget = written.get("budget")
+        steps = budget.get("steps") if isinstance(budget, dict) else None
+        raise ConfigError(f"budget: a run goes on for a number of steps; set budget.steps=N (now {shown(steps)})")
     model = layer.get("model", {})
-    if isinstance(model, str) or "preset" in model:
+    if isinstance(model, str) or (isinstance(model, Mapping) and "preset" in model):
         raise CheckpointError(
             f"{folder} holds checkpoints for another configuration: its model is not a preset any more"
         )
@@ -98,10 +99,11 @@ def _explicit(written: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run, with what one from before there was a `stream` meant without saying so."""
     if "stream" in written:
         return written
+    tables = {name: written.get(name) for name in ("evaluate", "checkpoint", "sample")}
     often = {
-        name: {**written[name], "every": 1}  # 1.0 was a number of steps too
-        for name in ("evaluate", "checkpoint", "sample")
-        if written.get(name, {}).get("every") == 1
+        name: {**table, "every": 1}  # 1.0 was a number of steps too
+        for name, table in tables.items()
+        if isinstance(table, dict) and table.get("every") == 1
     }
     return {**written, **often, "stream": "fp32"}
 
