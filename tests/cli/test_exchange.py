@@ -97,6 +97,17 @@ def test_a_folder_without_tokenizer_files_gives_logits_and_says_what_is_missing(
     refused(invoke("generate", "hf", "a"), "tokenizer.json")
 
 
+def test_an_import_that_was_killed_can_be_repeated(invoke: Call, home: Path) -> None:
+    left = home / "brought" / ".tmp-.new-model-4711"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    (home / "brought" / ".model-lock").touch()
+    assert invoke("import", "hf", "brought").code == 0
+    names = sorted(path.name for path in (home / "brought").iterdir())
+    assert names == ["model.json", "model.safetensors", "tokenizer.json"]
+    refused(invoke("import", "hf", "brought"), "already exists")
+
+
 def test_an_import_without_a_tokenizer_writes_nothing(invoke: Call, home: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (home / "hf" / name).unlink()
