@@ -79,7 +79,7 @@ def build(config: ModelConfig | str, *, device: str = "cpu", seed: int = 0) -> T
         raise RequestError(f"config: {shown(config)} is neither a ModelConfig nor the name of a preset")
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise RequestError(f"seed: {shown(seed)} is not a whole number from 0 up to 2**63")
-    where = torch.device("meta") if device == "meta" else choose(device)
+    where = torch.device("meta") if isinstance(device, str) and device == "meta" else choose(device)
     return build_module(preset(config) if isinstance(config, str) else config, seed=seed, device=where)
 
 

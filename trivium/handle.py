@@ -299,6 +299,10 @@ class Model:
         is told through `say`, which prints it if it is not given. hf is a folder for `transformers`, gguf a file
         (`bits` 32, 16 or 8; in a folder it is model.gguf), onnx a folder for ONNX Runtime. Gives where it is.
         """
+        if not isinstance(kind, str) or kind not in ("hf", "gguf", "onnx"):
+            raise RequestError(f"export: {shown(kind)} is none of hf, gguf and onnx")
+        if type(bits) is not int:
+            raise RequestError(f"bits: {shown(bits)} is not a whole number; gguf can have 32, 16 or 8")
         told, where = say or printed, as_path(path)
         tokenizer = None if isinstance(self.tokenizer, MissingTokenizer) else self.tokenizer
         template = self.notes.get("chat_template", "")
@@ -310,10 +314,8 @@ class Model:
         elif kind == "gguf":
             where = where if where.suffix == ".gguf" else where / "model.gguf"
             export_gguf(self.module, tokenizer, where, say=told, bits=_gguf_bits(bits), template=template)
-        elif kind == "onnx":
-            export_onnx(self.module, tokenizer, where, say=told)
         else:
-            raise RequestError(f"export: {shown(kind)} is none of hf, gguf and onnx")
+            export_onnx(self.module, tokenizer, where, say=told)
         return where
 
 
@@ -326,7 +328,7 @@ def _gguf_bits(bits: int) -> Literal[32, 16, 8]:
     for known in (32, 16, 8):
         if bits == known:
             return known
-    raise RequestError(f"bits: a GGUF file can have 32, 16 or 8, not {bits}")
+    raise RequestError(f"bits: a GGUF file can have 32, 16 or 8, not {shown(bits)}")
 
 
 def _message(given: Mapping[str, str]) -> Message:
