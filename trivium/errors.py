@@ -98,12 +98,12 @@ class Interrupted(TriviumError):
 
 def printable(text: str, most: int = LONGEST) -> str:
     """`text` on one line, with characters that a terminal would obey as escapes, cut in the middle if it is longer."""
-    if len(text) > most:
-        tail = most // 4
-        text = f"{text[: most - tail - 5]} ... {text[-tail:]}"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(text) > 2 * most:
+        text = text[:most] + text[-most:]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    tail = most // 4
+    return text if len(text) <= most else f"{text[: most - tail - 5]} ... {text[-tail:]}"
 
 
 def shown(value: object, most: int = 80) -> str:

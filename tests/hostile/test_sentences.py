@@ -306,6 +306,7 @@ def test_the_helpers_that_cut() -> None:
     assert len(cut) == LONGEST
     assert cut.startswith("head x")
     assert cut.endswith("x tail")
+    assert len(printable("\n" * 5_000)) == len(printable("\n" * 600)) == LONGEST
     assert str(DataError("one\ntwo")) == "one\\ntwo"
     assert str(ConfigError("one", "two")) == "one\ntwo"
     assert ConfigError("one", "two").sentence == "one; two"
