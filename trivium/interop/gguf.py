@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trivium.checkpoints.format import fresh
-from trivium.errors import CheckpointError, ConfigError, shown
+from trivium.errors import CheckpointError, ConfigError, listed, shown
 from trivium.interop.architectures.architecture import first_block, like
 from trivium.interop.architectures.llama import QK_EPS
 from trivium.interop.fields import Fields
@@ -111,7 +111,7 @@ def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: Non
         lay(module)
         _fill(module, file, plan, tick)
     if fields.ignored:
-        say(f"{path.name}: not read: {', '.join(fields.ignored)}")
+        say(f"{path.name}: not read: {listed(fields.ignored)}")
     facts = {"format": "gguf", "architecture": name, "ignored": list(fields.ignored), **notes}
     return Foreign(module.eval(), tokenizer, facts)
 
