@@ -249,6 +249,8 @@ class Model:
         text is framed as for `fill`; an encoder-decoder gives the states of its encoder.
         """
         given = [texts] if isinstance(texts, str) else list(texts)
+        if not isinstance(pooling, str):
+            raise RequestError(f"pooling: {shown(pooling)} is neither mean nor cls")
         if not isinstance(normalise, bool) and not (isinstance(normalise, str) and normalise == "auto"):
             raise RequestError(f"normalise: {shown(normalise)} is neither true nor false (nor auto)")
         told = self.notes.get("sentences", {})

@@ -15,7 +15,13 @@ from trivium.training.recipe import Recipe
 
 def saved_model(folder: Path) -> Path:
     """What `m.save` writes."""
-    notes = {"run": "small", "labels": ["one", "two"], "ids": {"eos": [256]}}
+    notes = {
+        "run": "small",
+        "labels": ["one", "two"],
+        "ids": {"eos": [256]},
+        "sentences": {"pooling": "mean", "normalize": True},
+        "chat_template": "{% for m in messages %}{{'<|im_start|>' + m['role'] + m['content']}}{% endfor %}",
+    }
     return Model(tiny.model("gpt-mini", tiny.BYTES), tiny.BYTES, notes).save(folder)
 
 

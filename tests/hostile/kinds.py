@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import tomllib
@@ -128,6 +129,23 @@ def read(folder: Path) -> None:
     passed(m)
 
 
+def worked(folder: Path) -> None:
+    """A saved model, and what is done with its notes: ids that end a text, labels, pooling, a chat template."""
+    m = api.load(folder, device="cpu", say=said)
+    api.show(folder)
+    passed(m)
+    works: list[Callable[[], object]] = [
+        lambda: m.generate("to be", tokens=2),
+        lambda: m.embed("to be"),
+        lambda: list(m.chat("to be", tokens=2)),
+        lambda: m.classify("to be"),
+        lambda: m.labels,
+    ]
+    for work in works:
+        with contextlib.suppress(TriviumError):  # of another family, or too short a context
+            work()
+
+
 def said(text: str) -> None:
     """Sentences that are no errors are short, too."""
     assert len(text) < 2000, text[:200]
@@ -234,9 +252,9 @@ KINDS: dict[str, Kind] = {
     "special_tokens_map.json": Kind(merges, "special_tokens_map.json", spoilt, tokenizer_of),
     "added_tokens.json": Kind(merges, "added_tokens.json", spoilt, tokenizer_of),
     # saved models
-    "model.json": Kind(folders.saved_model, "model.json", spoilt, read),
-    "model.json of 8 bits": Kind(in_bits, "model.json", spoilt, read),
-    "model.json of an encoder-decoder": Kind(translator, "model.json", spoilt, read),
+    "model.json": Kind(folders.saved_model, "model.json", spoilt, worked),
+    "model.json of 8 bits": Kind(in_bits, "model.json", spoilt, worked, 30),
+    "model.json of an encoder-decoder": Kind(translator, "model.json", spoilt, worked),
     "model.safetensors": Kind(folders.saved_model, "model.safetensors", binary(3000), read, seal=seal_weights),
     "model.safetensors of 8 bits": Kind(in_bits, "model.safetensors", binary(3000), read, seal=seal_weights),
     "own tokenizer.json": Kind(folders.saved_model, "tokenizer.json", spoilt, own_tokenizer, seal=seal_tokenizer),

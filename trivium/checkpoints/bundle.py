@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -105,6 +106,9 @@ def _open(folder: Path, parts: Sequence[type[Any]], lay: Lay, tick: Tick) -> Bun
     facts = card(folder)
     try:
         config = settings.load(ModelConfig, facts["config"], parts=parts)
+        with contextlib.suppress(OSError):  # what is missing is named below
+            # the name and the place of a tensor alone take more than 50 bytes
+            _check_layers(config, (home_of(folder, WEIGHTS) / WEIGHTS).stat().st_size // 50)
         file = checked_weights(folder, facts, most=_most_bytes(config))
     except ConfigError as error:
         raise CheckpointError(f"{folder} cannot be opened: {error.sentence}") from None
@@ -113,7 +117,7 @@ def _open(folder: Path, parts: Sequence[type[Any]], lay: Lay, tick: Tick) -> Bun
         raise CheckpointError(f"{folder / TOKENIZER} is not the tokenizer this model was trained with; restore it")
     found = format.stored(file)
     try:
-        _check_layers(config, found)
+        _check_layers(config, len(found))
         shape = build(config, device="meta")
         if facts["format"] == FORMAT:
             module = _quantized(shape, found, facts["bits"], lay, tick)
@@ -154,16 +158,16 @@ def model_from(
     """A model of the configuration in `table`, filled with `tensors`; `lay` sees it before that."""
     try:
         config = settings.load(ModelConfig, table, parts=parts)
-        _check_layers(config, tensors)
+        _check_layers(config, len(tensors))
         return _filled(build(config, device="meta"), tensors, lay, tick=lambda what, done, of: None)
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be opened: {error.sentence}") from None
 
 
-def _check_layers(config: ModelConfig, tensors: Mapping[str, Any]) -> None:
+def _check_layers(config: ModelConfig, tensors: int) -> None:
     """Refuse more layers than there are tensors, before the time of building so many is spent."""
-    if config.layers > max(len(tensors), 100):  # a layer of another package may have none
-        raise ConfigError(f"the configuration has {config.layers} layers, the file only {len(tensors)} tensors")
+    if config.layers > max(tensors, 100):  # a layer of another package may have none
+        raise ConfigError(f"the configuration has {config.layers} layers, more than the file has tensors")
 
 
 def _filled(shape: Transformer, tensors: Mapping[str, Tensor | Stored], lay: Lay, tick: Tick) -> Transformer:
@@ -290,6 +294,21 @@ def _like(newest: Tensor, mean: Tensor) -> Tensor:
     return mean.to(newest.dtype) if newest.is_floating_point() else newest  # a count has no mean
 
 
+def _is_sound(notes: Mapping[str, Any]) -> bool:
+    """Whether the notes that a model is used by are of their types; the others are only shown."""
+    ids, labels, sentences = notes.get("ids", {}), notes.get("labels", []), notes.get("sentences", {})
+    kinds = {"pooling": str, "normalize": bool, "longest": int, "unread": list}
+    return (
+        isinstance(ids, dict)
+        and all(isinstance(each, list) and all(type(id) is int and id >= 0 for id in each) for each in ids.values())
+        and isinstance(labels, list)
+        and all(isinstance(label, str) for label in labels)
+        and isinstance(sentences, dict)
+        and all(name not in sentences or type(sentences[name]) is kind for name, kind in kinds.items())
+        and isinstance(notes.get("chat_template", ""), str)
+    )
+
+
 def card(folder: Path) -> dict[str, Any]:
     """What `model.json` of a folder says, checked."""
     path = folder / CARD
@@ -299,6 +318,7 @@ def card(folder: Path) -> dict[str, Any]:
         wanted = {"config": dict, "weights": str, "tokenizer": str, "notes": dict}
         sound = type(version) is int and all(isinstance(facts[key], kind) for key, kind in wanted.items())
         sound = sound and (version != FORMAT or (type(facts["bits"]) is int and facts["bits"] in (8, 4)))
+        sound = sound and _is_sound(facts["notes"])
     except FileNotFoundError:
         raise CheckpointError(f"{folder} holds no model: {CARD} is missing") from None
     except OSError as error:
