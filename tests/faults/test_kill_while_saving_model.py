@@ -256,19 +256,30 @@ def test_a_link_in_the_place_of_the_committed_folder_is_not_followed(tmp_path: P
 def test_savers_and_readers_at_the_same_time_see_whole_models_only(tmp_path: Path) -> None:
     save(tmp_path, 0)
     savers = [in_background(tmp_path, first) for first in (1, 1_000_000)]
-    seen = set()
+    seen = set[int | None]()
     try:
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline:
-            seen.add(number_in(tmp_path))
+            seen.add(number_or_none(tmp_path))
     finally:
         for pid in savers:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    assert len(seen) > 3
-    assert {number >= 1_000_000 for number in seen} == {False, True}
+    numbers = seen - {None}
+    assert len(numbers) > 3
+    assert {number >= 1_000_000 for number in numbers if number is not None} == {False, True}
     save(tmp_path, 9)
     assert sorted(os.listdir(tmp_path)) == sorted(FILES)
+
+
+def number_or_none(folder: Path) -> int | None:
+    """None where five saves fell into one reading, which a slow machine can make of it."""
+    try:
+        return number_in(folder)
+    except CheckpointError as error:
+        if "while it was read" not in str(error):
+            raise
+        return None
 
 
 def in_background(folder: Path, first: int) -> int:
@@ -277,7 +288,7 @@ def in_background(folder: Path, first: int) -> int:
         try:
             for number in range(first, first + 1_000_000):
                 save(folder, number)
-                time.sleep(0.1)  # fewer than five during one reading
+                time.sleep(0.1)
         finally:
             os._exit(1)
     return pid
