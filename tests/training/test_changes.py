@@ -199,9 +199,9 @@ def test_the_number_of_threads_is_obeyed_on_resume(small: Make, tmp_path: Path) 
     torch.set_num_threads(2)
     try:
         finish(session)
-        torch.set_num_threads(2)
-        finish(resume(session.folder, **{"budget.steps": 21}))
-        assert torch.get_num_threads() == 1
+        used = {torch.get_num_threads() for _ in resume(session.folder, **{"budget.steps": 21}).events()}
+        assert used == {1}
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from torch._functorch import config as functorch
 
 from trivium.errors import ConfigError
 from trivium.parts import hardware
@@ -44,11 +41,6 @@ def test_an_unknown_device_has_no_instructions() -> None:
     assert not hardware.native_bf16(torch.device("meta"))
 
 
-def test_keeping_memory_is_safe_to_ask_for() -> None:
-    device.keep_memory(torch.device("cpu"))
-    assert torch.zeros(1_000_000).sum() == 0
-
-
 def test_eight_bits_are_refused_where_there_are_none(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"precision: this device has no fp8 products .* try bf16"):
         device.settle(small(precision="fp8"))
@@ -70,24 +62,3 @@ def test_bf16_is_refused_on_a_gpu_without_instructions_for_it(small: Make, monke
 def test_graphs_are_refused_without_a_gpu(small: Make) -> None:
     with pytest.raises(ConfigError, match="compile: graphs are recorded on a GPU"):
         device.settle(small(compile="graphs"))
-
-
-def test_what_was_compiled_is_kept_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # or else what is set here would stay behind
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    monkeypatch.setattr(functorch, "autograd_cache_allow_custom_autograd_functions", False)
-    device.keep_compiled(tmp_path)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ".compile")
-    assert functorch.autograd_cache_allow_custom_autograd_functions
-    device.keep_compiled(tmp_path / "other")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ".compile")  # the user's own choice stays too
-
-
-@pytest.mark.parametrize(("name", "made"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", []), ("mps", [])])
-def test_a_gpu_that_is_named_becomes_the_current_one(
-    name: str, made: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(str(device)))
-    device.current(torch.device(name))
-    assert found == made

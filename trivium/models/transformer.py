@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, cast
@@ -19,6 +17,7 @@ from trivium.models.stack import PlainStack
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache
 from trivium.parts.embeddings import TokenEmbedding
+from trivium.parts.hardware import trim_heap
 from trivium.parts.linear import Linear, columns
 from trivium.parts.masks import Mask
 from trivium.parts.output import Head
@@ -237,13 +236,7 @@ def arrange(model: nn.Module) -> None:
         if isinstance(module, Linear) and module.role not in ("query", "key", "value"):
             weight = module.weight.data
             module.weight.data = columns(weight) if weight.device.type == "cpu" else weight
-    _give_back()
-
-
-def _give_back() -> None:
-    """Let the system have what was freed: malloc keeps holes between blocks, here one for every attention."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # a C library without it does as it always did
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()  # malloc keeps a hole for every attention that was packed
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

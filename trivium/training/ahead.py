@@ -15,8 +15,8 @@ import torch
 from trivium.data.batch import Batch
 from trivium.data.bucketing import at_once
 from trivium.data.loader import share
-from trivium.training.device import current
 from trivium.training.job import Job
+from trivium.training.process import set_current_gpu
 from trivium.training.spikes import past
 
 AHEAD = 2  # batches on a GPU; a CPU has no time to spare beside the step itself
@@ -42,7 +42,7 @@ class Feed:
     def __init__(self, job: Job, ahead: int) -> None:
         self.job = job
         self.ahead = ahead
-        self._pool = ThreadPoolExecutor(1, "batches", current, (job.model.device,)) if ahead else None
+        self._pool = ThreadPoolExecutor(1, "batches", set_current_gpu, (job.model.device,)) if ahead else None
         self._coming: dict[Moment, Future[Made]] = {}
 
     def __enter__(self) -> Feed:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,6 @@ from trivium.errors import ConfigError
 from trivium.parts.hardware import native_bf16
 from trivium.parts.kernels import fp8
 from trivium.training.recipe import Recipe
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def choose(name: str) -> torch.device:
@@ -34,12 +30,6 @@ def choose(name: str) -> torch.device:
     if not there.get(device.type, False):
         raise ConfigError(f"device: there is no {device.type} here; try device=auto or device=cpu")
     return device
-
-
-def current(device: torch.device) -> None:
-    """Let this thread work on the GPU that is named: graphs, events and pinned memory go by what is current."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def settle(recipe: Recipe) -> Recipe:
@@ -70,33 +60,6 @@ def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[object]]:
     kind = torch.device(recipe.device).type
     dtype = torch.float16 if recipe.precision == "fp16" else torch.bfloat16
     return lambda: torch.autocast(kind, dtype=dtype)
-
-
-def keep_memory(device: torch.device) -> None:
-    """Let the allocator keep what it has: giving pages back after every step costs a CPU run 7 % of its time."""
-    if device.type == "cpu" and platform.system() == "Linux":
-        with contextlib.suppress(OSError, AttributeError):  # a C library without mallopt does as it always did
-            library = ctypes.CDLL(None)
-            library.mallopt(_MMAP_THRESHOLD, 2**30)
-            library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def repeatable(recipe: Recipe) -> None:
-    """Let a GPU compute the same bits every time, if the recipe asks for it; a CPU does so anyway."""
-    if recipe.deterministic == "on":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS sums in any order
-        torch.use_deterministic_algorithms(True)
-
-
-def keep_compiled(runs: Path) -> None:
-    """Let the compiler keep its results beside the runs, unless the user has chosen another place."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs / ".compile").resolve()))
-    # Or else it differentiates a step with a function of our own anew each time. The graphs of both its passes are part
-    # of the key, so another version of it is another entry.
-    from torch._functorch import config
-
-    with contextlib.suppress(AttributeError):  # a torch that has another name for it is slower to start
-        config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:

@@ -211,9 +211,6 @@ def computation(
         judge = task.loss if model.training else judgement(task)
         return beside(judge(model.head, states, targets), model, states, targets)
 
-    if ragged and compiled:
-        # lengths choose between kernels, those of sources and of targets each, and validation has programs of its own
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     function = torch.compile(loss, dynamic=True if ragged else None) if compiled else loss
 
     def compute(batch: Batch) -> Tensor:

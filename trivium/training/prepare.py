@@ -37,10 +37,11 @@ from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
 from trivium.training.calibrate import rows_that_fit, steps_for
-from trivium.training.device import autocast, current, environment, keep_compiled, keep_memory, repeatable, settle
+from trivium.training.device import autocast, environment, settle
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import computation
+from trivium.training.process import process_settings
 from trivium.training.recipe import Recipe, interval
 from trivium.training.scaling import scaler
 from trivium.training.scratch import prepared
@@ -135,7 +136,7 @@ def lay(
             say(sentence)
         _order(recipe, ground.train)
         _try_batches(ground)
-        with enough_memory(recipe):
+        with enough_memory(recipe), process_settings(recipe, runs):
             ground = replace(ground, recipe=_with_micro(ground, say))
             ground = replace(ground, recipe=_with_steps(ground, clock))
         tokenizer.save(scratch / "tokenizer.json")
@@ -175,12 +176,6 @@ def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
     """
     recipe = ground.recipe
     device = torch.device(recipe.device)
-    torch.set_num_threads(recipe.threads)
-    current(device)
-    keep_memory(device)
-    repeatable(recipe)
-    if recipe.compile != "off":
-        keep_compiled(ground.folder.parent)
     model = build(recipe.model, seed=recipe.seed, device=device)
     model.recompute = recipe.recompute == "blocks"
     model.stream = torch.bfloat16 if recipe.stream == "bf16" else None

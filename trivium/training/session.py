@@ -25,6 +25,7 @@ from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
 from trivium.training.persist import WAITS, Home, Record, Retry, reason
 from trivium.training.prepare import Ground, Say
+from trivium.training.process import process_settings
 from trivium.training.recipe import due
 from trivium.training.rollback import History, replay
 from trivium.training.spikes import Alarm, Detector, Rollback
@@ -74,7 +75,8 @@ class Session:
 
     def events(self) -> Iterator[Event]:
         """Train, and tell what happens; closing the iterator early leaves a valid run behind."""
-        with self.home, Signals() as signals, enough_memory(self.recipe, self.folder):
+        process = process_settings(self.recipe, self.folder.parent)
+        with self.home, process, Signals() as signals, enough_memory(self.recipe, self.folder):
             try:
                 job = yield from self._resume()
                 while (alarm := (yield from self._train(job, signals))) is not None:
