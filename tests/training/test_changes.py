@@ -225,3 +225,13 @@ def test_a_preset_on_resume_is_refused(small: Make, tmp_path: Path) -> None:
     session = start(small(), tmp_path)
     with pytest.raises(CheckpointError, match="another configuration"):
         resume(session.folder, model="gpt2")
+
+
+def test_fewer_steps_than_a_run_has_made_are_refused(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    finish(session)
+    before = (session.folder / "config.toml").read_text()
+    with pytest.raises(CheckpointError, match=r"has reached step 20 already, and 12 is less; set budget.steps=20"):
+        finish(resume(session.folder, **{"budget.steps": 12}))
+    assert (session.folder / "config.toml").read_text() == before
+    finish(resume(session.folder, **{"budget.steps": 20}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -62,3 +63,12 @@ def test_bf16_is_refused_on_a_gpu_without_instructions_for_it(small: Make, monke
 def test_graphs_are_refused_without_a_gpu(small: Make) -> None:
     with pytest.raises(ConfigError, match="compile: graphs are recorded on a GPU"):
         device.settle(small(compile="graphs"))
+
+
+@pytest.mark.parametrize("threads", [100_000, 10**9])
+def test_threads_are_bounded_by_the_machine(small: Make, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """So many end in a segmentation fault or an abort of the process."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match=rf"threads: {threads} is too many for the 2 cores .* set threads=2, or 0"):
+        device.settle(small(threads=threads))
+    assert device.settle(small(threads=8)).threads == 8

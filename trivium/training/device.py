@@ -17,6 +17,8 @@ from trivium.parts.hardware import native_bf16
 from trivium.parts.kernels import fp8
 from trivium.training.recipe import Recipe
 
+_PER_CORE = 4  # threads: a run from a larger machine may go on here with its own number, for the same bits
+
 
 def choose(name: str) -> torch.device:
     """The device that `name` means; `auto` is cuda, then mps, then cpu."""
@@ -50,6 +52,12 @@ def settle(recipe: Recipe) -> Recipe:
     stream = recipe.stream if recipe.stream != "auto" else "bf16" if cuda and mixed else "fp32"
     compiled = recipe.compile if recipe.compile != "auto" else "on" if cuda else "off"
     threads = recipe.threads or torch.get_num_threads()
+    cores = os.cpu_count() or 1
+    if threads > _PER_CORE * cores:
+        raise ConfigError(
+            f"threads: {threads} is too many for the {cores} cores of this machine; "
+            f"set threads={cores}, or 0 for the usual number"
+        )
     return replace(recipe, device=str(device), precision=precision, stream=stream, compile=compiled, threads=threads)
 
 

@@ -271,6 +271,11 @@ class Session:
                 raise CheckpointError(
                     f"{found.path} is a checkpoint for another configuration; move it out of {self.folder}"
                 )
+            if (asked := self.recipe.budget.steps) < found.step:
+                raise CheckpointError(
+                    f"budget.steps: {self.folder} has reached step {found.step} already, and {asked} is less; "
+                    f"set budget.steps={found.step} or more"
+                )
             if changed := changed_sources(self.ground.shards):
                 raise CheckpointError(f"{changed[0]} has changed since the run began; restore it, or start a new run")
         job = prepare.job(self.ground, self.recipe.budget.steps, begin=found is None)
