@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import count, islice
 from types import TracebackType
 from typing import NamedTuple
 
@@ -97,6 +97,7 @@ def lookahead(device: torch.device) -> int:
 def _moments(job: Job) -> Iterator[Moment]:
     """The job's own moment and those that follow if nothing comes in between."""
     cursor = job.cursor
-    for step in range(job.step, job.total):
+    timeline = job.timeline
+    for step in range(job.step, timeline.horizon) if timeline.is_complete else count(job.step):
         yield step, cursor, job.micro
         cursor = past(job.skipped, cursor + job.order.size, job.order.size)

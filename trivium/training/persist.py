@@ -15,6 +15,7 @@ from trivium.files import Lock, write_atomic
 from trivium.training.device import environment
 from trivium.training.metrics import Journal
 from trivium.training.prepare import Ground
+from trivium.training.recipe import Recipe
 from trivium.training.rollback import History
 from trivium.training.track import Tracker
 
@@ -29,6 +30,7 @@ class Home:
 
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
+        self.recipe = ground.recipe
         self.folder = ground.folder
         self._locks = contextlib.ExitStack()
         self._mark: os.stat_result | None = None  # of the lock file: another one there means another folder
@@ -42,9 +44,10 @@ class Home:
     ) -> None:
         self._locks.close()
 
-    def describe(self) -> None:
-        """Write the resolved configuration."""
-        write_atomic(self.folder / "config.toml", settings.write(self.ground.recipe).encode())
+    def describe(self, recipe: Recipe | None = None) -> None:
+        """Write the resolved configuration; a `recipe` takes the place of the one before."""
+        self.recipe = recipe or self.recipe
+        write_atomic(self.folder / "config.toml", settings.write(self.recipe).encode())
 
     def restore(self) -> bool:
         """Make a folder that is gone again, from memory; whether that was needed. A full disk is the OSError."""
@@ -86,6 +89,7 @@ class Record:
         self.history = history
         self.metrics = Journal(home.folder / "metrics.jsonl")
         self.samples = Journal(home.folder / "samples.jsonl")
+        self.timeline = Journal(home.folder / "timeline.jsonl")  # the knots of a budget in minutes
         self.trackers = trackers
         self.gone = False  # whether the folder had to be made again and holds no checkpoint yet
         self._untold: list[Mapping[str, Any]] | None = []  # None: the trackers must hear everything from the start
@@ -115,8 +119,8 @@ class Record:
         self.restore()
         if not self.history.saved:
             self.history.write()
-        self.metrics.flush()
-        self.samples.flush()
+        for journal in (self.metrics, self.samples, self.timeline):
+            journal.flush()
         # nobody knows what a tracker that failed in the middle has heard: then all of them begin again
         untold, self._untold = self._untold, None
         for tracker in self.trackers:
@@ -127,8 +131,8 @@ class Record:
         self._untold = []
 
     def close(self) -> None:
-        self.metrics.close()
-        self.samples.close()
+        for journal in (self.metrics, self.samples, self.timeline):
+            journal.close()
         for tracker in self.trackers:
             tracker.close()
 

@@ -36,15 +36,17 @@ from trivium.parts.linear import narrowed
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
-from trivium.training.calibrate import rows_that_fit, steps_for
+from trivium.training.calibrate import measure, rows_that_fit
+from trivium.training.deadline import VALIDATION
 from trivium.training.device import autocast, environment, settle
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import computation
 from trivium.training.process import process_settings
-from trivium.training.recipe import Recipe, interval
+from trivium.training.recipe import Budget, Recipe
 from trivium.training.scaling import scaler
 from trivium.training.scratch import prepared
+from trivium.training.timeline import Timeline, times
 from trivium.training.validate import validate
 
 Say = Callable[[str], None]
@@ -60,6 +62,7 @@ class Ground:
     tokenizer: Tokenizer
     shards: Shards
     task: Task
+    spent: float = 0.0  # seconds of the budget that measuring took before the run
     # Packing takes a while: pairs are made once, when they are first asked for, also for all that `replace` makes.
     _made: dict[tuple[object, ...], Pairs | PackedPairs] = field(default_factory=dict, repr=False, compare=False)
 
@@ -138,7 +141,7 @@ def lay(
         _try_batches(ground)
         with enough_memory(recipe), process_settings(recipe, runs):
             ground = replace(ground, recipe=_with_micro(ground, say))
-            ground = replace(ground, recipe=_with_steps(ground, clock))
+            ground = _with_budget(ground, say, clock)
         tokenizer.save(scratch / "tokenizer.json")
         write_synced(scratch / "config.toml", settings.write(ground.recipe).encode())
         write_synced(scratch / "env.json", (json.dumps(environment(recipe), indent=2) + "\n").encode())
@@ -148,7 +151,7 @@ def lay(
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}`") from None
-    return reopen(folder, ground.recipe)
+    return replace(reopen(folder, ground.recipe), spent=ground.spent)
 
 
 def reopen(folder: Path, recipe: Recipe) -> Ground:
@@ -169,7 +172,7 @@ def _ground(folder: Path, recipe: Recipe, tokenizer: Tokenizer, shards: Shards) 
     return Ground(folder=folder, recipe=recipe, tokenizer=tokenizer, shards=shards, task=task)
 
 
-def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
+def job(ground: Ground, total: int | Timeline, *, begin: bool = True) -> Job:
     """A job at step 0 with newly drawn weights, or with those that the recipe starts from.
 
     Without `begin` it is about to take up a checkpoint, and the recipe's start need not be there any more.
@@ -196,7 +199,7 @@ def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
         order=_order(recipe, rows),
         soundness=Soundness(recipe.nonfinite, device),
         compute=computation(model, ground.task, autocast(recipe), recipe.compile != "off", isinstance(rows, Pairs)),
-        total=total,
+        timeline=total if isinstance(total, Timeline) else Timeline.fixed(total),
         micro=recipe.micro,
     )
     if recipe.compile == "graphs":
@@ -223,7 +226,7 @@ def twinned(recipe: Recipe) -> bool:
     return worth and recipe.micro >= recipe.batch.size
 
 
-def beginning(ground: Ground, total: int) -> Job:
+def beginning(ground: Ground, total: int | Timeline) -> Job:
     """The job at step 0 to copy from, on the CPU: the device has no room for two."""
     recipe = replace(ground.recipe, device="cpu", compile="off")
     try:
@@ -284,32 +287,41 @@ def tried(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _with_steps(ground: Ground, clock: Callable[[], float]) -> Recipe:
-    """The recipe with its budget as a number of steps."""
+def _with_budget(ground: Ground, say: Say, clock: Callable[[], float]) -> Ground:
+    """The ground with a budget in steps, or with a plan for one in minutes."""
     recipe = ground.recipe
-    if recipe.budget.steps:
-        return recipe
     if recipe.budget.tokens:
         steps = math.ceil(recipe.budget.tokens / _tokens_per_step(recipe, ground.train))
-    else:
-        seconds = recipe.budget.minutes * 60
-        every = recipe.evaluate.every
-        steps = steps_for(
-            seconds,
-            lambda: job(ground, 1_000_000),
-            lambda trial: _validation(trial, ground, clock),
-            lambda steps: math.ceil(steps / interval(every, steps)),
-            clock,
+        return replace(ground, recipe=replace(recipe, budget=Budget(steps=steps)))
+    if not recipe.budget.minutes or recipe.budget.planned:  # the file of a run in minutes repeats it
+        return ground
+    seconds = recipe.budget.minutes * 60
+    rows = _validated_rows(ground)
+    timing = measure(seconds, lambda: job(ground, 1_000_000), lambda trial: _validation(trial, ground, clock), clock)
+    planned = max(1, int((seconds - timing.measuring) * (1 - VALIDATION) / max(timing.step, 1e-9)))
+    recipe = replace(recipe, budget=replace(recipe.budget, planned=planned))
+    # a margin for a machine that is busier later on
+    allowed = 0.8 * VALIDATION * seconds / times(recipe.evaluate.every, planned)
+    if rows and timing.validation > allowed:
+        fewer = max(1, int(rows * allowed / timing.validation))
+        say(
+            f"each validation reads {fewer:,} of {rows:,} rows, so that all of them take less than a tenth of "
+            f"{recipe.budget.minutes:g} minutes (evaluate.rows)"
         )
-    return replace(recipe, budget=replace(recipe.budget, steps=steps, tokens=0, minutes=0.0))
+        recipe = replace(recipe, evaluate=replace(recipe.evaluate, rows=fewer))
+    return replace(ground, recipe=recipe, spent=timing.measuring)
+
+
+def _validated_rows(ground: Ground) -> int:
+    """How many rows each validation reads."""
+    return min(len(ground.valid), ground.recipe.evaluate.rows or len(ground.valid))
 
 
 def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float:
     """The seconds that one validation takes, by a part of it."""
-    recipe, rows = ground.recipe, ground.valid
-    if not len(rows):
+    recipe, rows, wanted = ground.recipe, ground.valid, _validated_rows(ground)
+    if not wanted:
         return 0.0
-    wanted = min(len(rows), recipe.evaluate.rows or len(rows))
     tokens = int(rows.sizes.max(axis=1).mean()) if isinstance(rows, Pairs) and recipe.batch.tokens else 1
     part = min(wanted, max(1, 4 * trial.micro // tokens))
     if recipe.compile != "off":  # once before the clock runs: a model in evaluation is another program to compile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from trivium.config import at_least, kind_of, place, preset
@@ -18,6 +19,7 @@ from trivium.optim.optimizers import OPTIMIZERS, AdamW, Optim
 from trivium.optim.schedules import SCHEDULES, Cosine, Schedule
 from trivium.text.kinds import TOKENIZERS, Bpe
 from trivium.training.spikes import SPIKES, Rollback, Spikes
+from trivium.training.timeline import Knot, Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +49,16 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """How long to train: one of the three. Minutes become steps by timing, once, at the start."""
+    """How long to train: one of the three. Minutes are a deadline, which the schedule follows by the clock."""
 
     steps: int = 0
     tokens: int = 0
     minutes: float = 0.0
+    # Written by a run with a budget in minutes, so that its file repeats it: the steps that its schedule counts in, and
+    # the share of the run that was over after some steps.
+    planned: int = 0
+    knots: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name)]
@@ -59,6 +66,20 @@ class Budget:
             raise ConfigError("a budget cannot be negative")
         if len(given) > 1:
             raise ConfigError(f"{given[1]}: a budget is steps, tokens or minutes, not several; set {given[0]} to 0")
+        at_least("planned", self.planned, 0)
+        rising = all(a < b for a, b in pairwise((0, *self.knots)))
+        shares = (0.0, *self.shares, 1.0)
+        if len(self.knots) != len(self.shares) or not rising or any(a > b for a, b in pairwise(shares)):
+            raise ConfigError("knots: they do not rise together with budget.shares; leave both out")
+        if self.knots and not (self.minutes and self.planned):
+            raise ConfigError("knots: they belong to a budget in minutes; leave them out")
+
+    @property
+    def timeline(self) -> Timeline:
+        """How far a run is after each step, as far as that is decided."""
+        if not self.minutes:
+            return Timeline.fixed(self.steps)
+        return Timeline(self.planned, [Knot(*pair) for pair in zip(self.knots, self.shares, strict=True)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +87,13 @@ class Evaluate:
     """When to measure on the validation text: every so many steps, or a share of the run up to 1.0; 0: at the end."""
 
     every: int | float = 0.1  # 1 is every step, 1.0 the whole run
-    rows: int = 0  # at most so many rows; 0 means all
+    rows: int = 0  # at most so many rows; 0 means all, or as many as a tenth of a budget in minutes allows
+    patience: int = 0  # stop after so many validations in a row without a new best one; 0 means never
 
     def __post_init__(self) -> None:
         at_least("every", self.every, 0)
         at_least("rows", self.rows, 0)
+        at_least("patience", self.patience, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,17 +186,6 @@ class Recipe:
     def micro(self) -> int:
         """Rows of one forward pass, or tokens."""
         return min(self.batch.micro or self.batch.size, self.batch.size)
-
-
-def due(every: float, step: int, total: int) -> bool:
-    """Whether something that happens `every` so often happens after `step`; the last step always counts."""
-    return step == total or step % interval(every, total) == 0
-
-
-def interval(every: float, total: int) -> int:
-    """The steps between two times of something that happens `every` so often in a run of `total`, at least 1."""
-    share = isinstance(every, float) and every <= 1
-    return max(1, (round(every * total) if share else int(every)) if every else total)
 
 
 def _untrainable(objective: Objective, model: ModelConfig) -> str:

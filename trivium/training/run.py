@@ -30,7 +30,7 @@ def is_run(path: Path) -> bool:
 
 def read_recipe(source: Path, *layers: Mapping[str, Any], parts: Sequence[type[Any]] = ()) -> Recipe:
     """The recipe in a TOML file with `layers` laid over it, named after the file unless it says otherwise."""
-    recipe = settings.load(Recipe, settings.read(source), *layers, parts=parts)
+    recipe = settings.load(Recipe, _replanned(settings.read(source), *layers), *layers, parts=parts)
     return recipe if recipe.name else replace(recipe, name=source.stem)
 
 
@@ -68,7 +68,8 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
     asked = layer.get("budget", {})
     if isinstance(asked, Mapping) and {"minutes", "tokens"} & set(asked):
         steps = written.get("budget", {}).get("steps")
-        raise ConfigError(f"budget: a run goes on for a number of steps; set budget.steps=N (now {steps})")
+        now = f" (now {steps})" if steps else ""
+        raise ConfigError(f"budget: a run that has begun goes on for a number of steps; set budget.steps=N{now}")
     model = layer.get("model", {})
     if isinstance(model, str) or "preset" in model:
         raise CheckpointError(
@@ -76,7 +77,7 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
         )
     # it was settled for a precision that is another one now
     again = {"stream": "auto"} if "precision" in layer and "stream" not in layer else {}
-    recipe = settle(settings.load(Recipe, {**written, **again}, layer, parts=parts))
+    recipe = settle(settings.load(Recipe, {**_replanned(written, layer), **again}, layer, parts=parts))
     before = settings.flat(settings.load(Recipe, written, parts=parts))
     # as they are written: an `every` of 1 is not one of 1.0
     changed = {key: value for key, value in settings.flat(recipe).items() if repr(before.get(key)) != repr(value)}
@@ -86,12 +87,18 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
             f"{folder} holds checkpoints for another configuration: {unsafe[0]} was {before.get(unsafe[0])!r}, "
             f"not {changed[unsafe[0]]!r}; start a new run with name=NAME"
         )
-    if not recipe.budget.steps:
+    if not (recipe.budget.steps or recipe.budget.planned):
         raise ConfigError("budget.steps: a run goes on for a number of steps; set budget.steps")
-    for key, value in changed.items():
+    decided = ("budget.planned", "budget.knots", "budget.shares")
+    for key, value in ((key, value) for key, value in changed.items() if key not in decided):
         say(f"{key} changed from {before.get(key)!r} to {value!r}")
     _check_data(folder, recipe, say, tick)
     return prepare.reopen(folder, recipe)
+
+
+def _replanned(written: dict[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a file; if a layer has another budget, without the file's own and what was decided for it."""
+    return written if not any("budget" in layer for layer in layers) else {**written, "budget": {}}
 
 
 def _explicit(written: dict[str, Any]) -> dict[str, Any]:
