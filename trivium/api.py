@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trivium import config as settings
 from trivium.checkpoints import bundle
@@ -27,14 +28,15 @@ from trivium.interop.foreign import Say, Tick
 from trivium.interop.load import open_foreign
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
-from trivium.models.transformer import Lay, Transformer, lay_out
+from trivium.models.transformer import Lay, Transformer, lay_out, weights
 from trivium.models.transformer import build as build_module
+from trivium.planner.memory import model_memory, require_memory
 from trivium.text.missing import MissingTokenizer
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import metrics
 from trivium.training.device import choose
 from trivium.training.events import line
-from trivium.training.recipe import Recipe
+from trivium.training.recipe import TOKENIZER, Recipe
 from trivium.training.run import RUNS, is_run, open_run, read_recipe
 
 __all__ = [
@@ -58,6 +60,9 @@ __all__ = [
 ]
 
 
+Memory = Literal["check", "try"]
+
+
 def presets() -> list[str]:
     """The names of all presets."""
     return list(PRESETS)
@@ -70,9 +75,30 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]()
 
 
-def build(config: ModelConfig | str, *, device: str = "cpu", seed: int = 0) -> Transformer:
-    """A new module with weights drawn from `seed`; on the device "meta" it only has shapes."""
-    return build_module(preset(config) if isinstance(config, str) else config, seed=seed, device=device)
+def build(
+    config: ModelConfig | str,
+    *,
+    vocab: int = 0,
+    device: str = "cpu",
+    seed: int = 0,
+    memory: Memory = "check",
+    overrides: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Transformer:
+    """A new module with weights drawn from `seed`; on the device "meta" it only has shapes.
+
+    `vocab` is for a configuration that leaves its vocabulary open, as gpt-mini does; 0 is the size of the default
+    tokenizer. Other settings of the model go by their names: `tv.build("gpt-mini", width=64, overrides=
+    {"decoder.layers": 2})`. A model that is larger than the memory that is free is refused unless `memory` is "try".
+    """
+    layer = settings.overrides({**(overrides or {}), **more, **({"vocab": vocab} if vocab else {})})
+    base = preset(config) if isinstance(config, str) else config
+    model = settings.load(ModelConfig, layer, start=base) if layer else base
+    model = model if model.vocab else replace(model, vocab=TOKENIZER.size)
+    if memory == "check" and device != "meta":
+        name = config if isinstance(config, str) else f"a model of {model.parameters():,} parameters"
+        require_memory(model_memory(model), choose(device), name)
+    return build_module(model, seed=seed, device=device)
 
 
 def load(
@@ -82,6 +108,7 @@ def load(
     average: int = 0,
     bits: int = 0,
     parts: Sequence[type[Any]] = (),
+    memory: Memory = "check",
     say: Say | None = None,
     tick: Tick = lambda what, done, of: None,
 ) -> Model:
@@ -89,7 +116,7 @@ def load(
 
     A folder of Hugging Face, a .gguf file or a llama2.c .bin file opens too; what was not read of its settings is told
     through `say`. `average` = k gives the mean of the weights of the run's newest k checkpoints instead; `bits` = 8 or
-    4 quantises the weights.
+    4 quantises the weights. Weights that are larger than the memory that is free are refused unless `memory` is "try".
     """
     folder, told = Path(path), say or printed
     if not folder.exists():
@@ -99,8 +126,16 @@ def load(
         raise CheckpointError(f"{folder} does not exist; {hint}")
     if average < 0:
         raise RequestError(f"average: {average} is negative; 0 loads the model as it is")
-    lay = partial(lay_out, device=choose(device))
-    first: Lay = (lambda module: None) if bits else lay  # what has levels is laid out when it has them
+    target = choose(device)
+    lay = partial(lay_out, device=target)
+
+    def first(module: nn.Module) -> None:
+        """Before a model is filled: its memory is not touched yet."""
+        if memory == "check":
+            require_memory(sum(tensor.nbytes for tensor in weights(module).values()), target, str(folder))
+        if not bits:  # what has levels is laid out when it has them
+            lay(module)
+
     if (folder / bundle.CARD).is_file() and not average:
         found = bundle.open_bundle(folder, parts=parts, lay=first, tick=tick)
     elif is_run(folder):

@@ -35,6 +35,10 @@ class Adafactor:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not positive; leave it at its default")
         at_least("factor_from", self.factor_from, 1)
 
+    @property
+    def states(self) -> float:
+        return 0.0  # rows and columns
+
     def build(self, model: nn.Module) -> Optimizer:
         return AdafactorStepper(self, trainable(model))
 

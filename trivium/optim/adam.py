@@ -28,6 +28,10 @@ class AdamW:
     def __post_init__(self) -> None:
         _check(self)
 
+    @property
+    def states(self) -> float:
+        return 2.0
+
     def build(self, model: nn.Module) -> Optimizer:
         return AdamStepper(self, trainable(model))
 
@@ -46,6 +50,10 @@ class Adam:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def states(self) -> float:
+        return 2.0
 
     def build(self, model: nn.Module) -> Optimizer:
         return AdamStepper(self, trainable(model))

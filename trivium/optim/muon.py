@@ -44,6 +44,10 @@ class Muon:
             fraction(name, getattr(self, name))
         at_least("iterations", self.iterations, 1)
 
+    @property
+    def states(self) -> float:
+        return 1.0  # at least: vectors and embeddings have two
+
     def build(self, model: nn.Module) -> Optimizer:
         every = trainable(model)
         adam = AdamW(rate=self.adam_rate, beta1=self.beta1, beta2=self.beta2, eps=self.eps, decay=self.adam_decay)

@@ -30,6 +30,10 @@ class Sgd:
         if self.form == "nesterov" and not self.momentum:
             raise ConfigError("form: nesterov is a form of momentum, and there is none; set momentum=0.9")
 
+    @property
+    def states(self) -> float:
+        return 1.0 if self.momentum else 0.0
+
     def build(self, model: nn.Module) -> Optimizer:
         return SgdStepper(self, trainable(model))
 

@@ -33,6 +33,10 @@ class Optim(Protocol):
 
     @property
     def rate(self) -> float: ...
+    @property
+    def states(self) -> float:
+        """How many numbers it keeps for a parameter, at least."""
+
     def build(self, model: nn.Module) -> Optimizer: ...
 
 

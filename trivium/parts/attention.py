@@ -92,7 +92,10 @@ class MultiHead:
         total = total.plus(matrix(self.heads * value, site.width, bias=self.bias == "all"))
         seen = min(site.context, self.window or site.context)
         products = 2 * seen * self.heads * (size + value)  # not halved for causality
-        return total.plus(Cost(2 * size if self.norm == "rms" else 0, products))
+        kept = site.width + self.heads * (size + value) + groups * (size + value)  # input, q, k, v and what they mix
+        if self.dropout:  # weights, mask and their product; a GPU's kernels draw the mask again instead
+            kept += 3 * self.heads * seen
+        return total.plus(Cost(2 * size if self.norm == "rms" else 0, products, kept))
 
 
 ATTENTIONS: dict[str, type[Attention]] = {"multi-head": MultiHead}

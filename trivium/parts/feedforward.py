@@ -78,7 +78,8 @@ class Mlp:
 
     def cost(self, site: Site) -> Cost:
         size = self.size(site)
-        return matrix(site.width, size, bias=self.bias).plus(matrix(size, site.width, bias=self.bias))
+        both = matrix(site.width, size, bias=self.bias).plus(matrix(size, site.width, bias=self.bias))
+        return both.plus(Cost(kept=site.width + 2 * size))  # before and after the activation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +107,7 @@ class Glu:
     def cost(self, site: Site) -> Cost:
         size = self.size(site)
         up = matrix(site.width, size, bias=self.bias)
-        return up.plus(up).plus(matrix(size, site.width, bias=self.bias))
+        return up.plus(up).plus(matrix(size, site.width, bias=self.bias)).plus(Cost(kept=site.width + 3 * size))
 
 
 FEEDFORWARDS: dict[str, type[FeedForward]] = {"mlp": Mlp, "glu": Glu}

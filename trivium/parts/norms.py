@@ -35,7 +35,7 @@ class LayerNorm:
         return LayerNormed(site.width, self.eps, self.bias)
 
     def cost(self, site: Site) -> Cost:
-        return Cost(site.width * (2 if self.bias else 1))
+        return Cost(site.width * (2 if self.bias else 1), kept=site.width)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class RMSNorm:
         return RMSNormed(site.width, self.eps)
 
     def cost(self, site: Site) -> Cost:
-        return Cost(site.width)
+        return Cost(site.width, kept=site.width)
 
 
 NORMS: dict[str, type[Norm]] = {"layer": LayerNorm, "rms": RMSNorm}

@@ -63,7 +63,8 @@ class Softmax:
 
     def cost(self, site: Site, *, tied: bool) -> Cost:
         whole = matrix(site.width, site.vocab)
-        return Cost((0 if tied else whole.parameters) + (site.vocab if self.bias else 0), whole.flops)
+        parameters = (0 if tied else whole.parameters) + (site.vocab if self.bias else 0)
+        return Cost(parameters, whole.flops, kept=site.width)  # logits are made and forgotten in chunks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from trivium.training import start, track
 from trivium.training.calibrate import measure, rows_that_fit
 from trivium.training.deadline import VALIDATION
 from trivium.training.device import autocast, environment, settle
+from trivium.training.fit import fitted
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import computation
@@ -46,6 +48,7 @@ from trivium.training.process import process_settings
 from trivium.training.recipe import Budget, Recipe
 from trivium.training.scaling import scaler
 from trivium.training.scratch import prepared
+from trivium.training.stages import stage
 from trivium.training.timeline import Timeline, times
 from trivium.training.validate import validate
 
@@ -122,6 +125,7 @@ def lay(
         )
     recipe = replace(settle(recipe), data=recipe.data.below(Path.cwd()))
     recipe = start.taken_over(recipe, parts=parts, say=say)
+    fitted(recipe, say=lambda text: None)  # a model far too large is refused before its text is read
     built = data.built_shards(recipe.data)
     if built is None:
         _check_form(recipe, pairs=recipe.data.paired)
@@ -130,17 +134,19 @@ def lay(
         say(f"the shards in {built} bring their own tokenizer and validation text")
         recipe = replace(recipe, tokenizer=File(path=str(built / "tokenizer.json")))
     with prepared(folder) as scratch:
-        tokenizer, shards = _text(recipe, scratch, say, tick)
+        tokenizer, shards = _text(recipe, scratch, say, tick, clock)
         recipe = start.with_specials(recipe, tokenizer, say=say)
         recipe = replace(recipe, model=with_vocab(recipe.model, tokenizer.size))
         build(recipe.model, device="meta")  # what only building shows is refused before anything stays behind
         ground = _ground(scratch, recipe, tokenizer, shards)
         for sentence in _about_pairs(ground):
             say(sentence)
+        recipe = fitted(recipe, length=ground.task.length, say=say)
+        ground = replace(ground, recipe=recipe)
         _order(recipe, ground.train)
         _try_batches(ground)
         with enough_memory(recipe), process_settings(recipe, runs):
-            ground = replace(ground, recipe=_with_micro(ground, say))
+            ground = replace(ground, recipe=_with_micro(ground, say, clock))
             ground = _with_budget(ground, say, clock)
         tokenizer.save(scratch / "tokenizer.json")
         write_synced(scratch / "config.toml", settings.write(ground.recipe).encode())
@@ -243,7 +249,7 @@ def trackers(ground: Ground) -> list[track.Tracker]:
     return track.trackers(ground.folder, ground.recipe.track)
 
 
-def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick) -> tuple[Tokenizer, Shards]:
+def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick, clock: Callable[[], float]) -> tuple[Tokenizer, Shards]:
     built = data.built_shards(recipe.data)
     if built is not None:
         own = open_tokenizer(built / "tokenizer.json")
@@ -256,10 +262,14 @@ def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick) -> tuple[Tokenize
         done += count
         tick("tokenizer", done, size)
 
-    tokenizer = _extended(recipe.tokenizer.build(training_texts(recipe.data, read=read)), recipe)
-    shards = build_shards(
-        recipe.data, tokenizer, scratch / "data", progress=lambda at, of: tick("data", at, of), say=say
-    )
+    with stage("tokenizer", say, clock) as current:
+        tokenizer = _extended(recipe.tokenizer.build(training_texts(recipe.data, read=read)), recipe)
+        current.detail = f"{tokenizer.size:,} ids"
+    with stage("data", say, clock) as current:
+        shards = build_shards(
+            recipe.data, tokenizer, scratch / "data", progress=lambda at, of: tick("data", at, of), say=say
+        )
+        current.detail = f"{len(shards.train) + len(shards.valid):,} tokens"
     return tokenizer, shards
 
 
@@ -269,12 +279,14 @@ def _extended(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
     return tokenizer if tokenizer.specials.keys() >= set(specials) else tokenizer.extended(specials)
 
 
-def _with_micro(ground: Ground, say: Say) -> Recipe:
+def _with_micro(ground: Ground, say: Say, clock: Callable[[], float]) -> Recipe:
     """The recipe with as many rows at a time as fit the device."""
     recipe = ground.recipe
     if recipe.batch.micro or not tried(torch.device(recipe.device)):
         return recipe
-    micro = rows_that_fit(lambda: job(ground, 1))
+    with stage("memory", say, clock) as current:
+        micro = rows_that_fit(lambda: job(ground, 1))
+        current.detail = f"{micro} {recipe.batch.unit} at a time fit"
     if micro == recipe.micro:
         return recipe
     what = f"{recipe.micro} {recipe.batch.unit} at a time"
@@ -297,7 +309,10 @@ def _with_budget(ground: Ground, say: Say, clock: Callable[[], float]) -> Ground
         return ground
     seconds = recipe.budget.minutes * 60
     rows = _validated_rows(ground)
-    timing = measure(seconds, lambda: job(ground, 1_000_000), lambda trial: _validation(trial, ground, clock), clock)
+    with stage("timing", say, clock) as current:
+        trial = partial(job, ground, 1_000_000)
+        timing = measure(seconds, trial, lambda made: _validation(made, ground, clock), clock)
+        current.detail = f"{timing.step:.3g} s a step"
     planned = max(1, int((seconds - timing.measuring) * (1 - VALIDATION) / max(timing.step, 1e-9)))
     recipe = replace(recipe, budget=replace(recipe.budget, planned=planned))
     # a margin for a machine that is busier later on

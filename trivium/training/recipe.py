@@ -143,6 +143,7 @@ class Recipe:
     stream: Literal["auto", "fp32", "bf16"] = "auto"
     # on for cuda, off elsewhere; graphs: whole steps as CUDA graphs, for small models
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
+    memory: Literal["check", "try"] = "check"  # check: refuse what cannot fit; try: begin all the same
     threads: int = 0  # 0 means as many as torch finds; another number gives other bits
     deterministic: Literal["on", "off"] = "off"  # on: the same bits again on a GPU too, at some cost in speed
     clip: float = 1.0  # the largest gradient norm; 0 means no clipping

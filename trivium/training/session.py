@@ -21,6 +21,7 @@ from trivium.generation.text import complete
 from trivium.training import prepare
 from trivium.training.deadline import Deadline, repeatable
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
+from trivium.training.fit import fitted
 from trivium.training.guards import Signals, Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
@@ -30,6 +31,7 @@ from trivium.training.prepare import Ground, Say
 from trivium.training.process import process_settings
 from trivium.training.rollback import History, replay
 from trivium.training.spikes import Alarm, Detector, Rollback
+from trivium.training.stages import stage
 from trivium.training.timeline import Timeline
 from trivium.training.trend import Trend
 from trivium.training.validate import validate
@@ -37,6 +39,7 @@ from trivium.training.validate import validate
 # Steps that a GPU may still be working on while the host prepares the next: it never waits, and a spike, which takes
 # three steps to be one, is found in five.
 _BEHIND = 2
+_LONG = 1.0  # seconds of a first step that are worth a line
 
 
 class Session:
@@ -102,11 +105,15 @@ class Session:
             yield Said(self.trend.stopped(job.step))
             return None
         self._extend(job)
+        began = self.clock()
         for update in updates(job):
             with contextlib.suppress(OSError):  # a finished run that goes on has no model yet
                 (self.folder / bundle.CARD).unlink(missing_ok=True)
             step, stopping = update.step, signals.received
             pending.add(update)
+            if (first := self.clock() - began) > _LONG:
+                yield Said(f"first step{'' if recipe.compile == 'off' else ' with compiling'}: {first:.1f} s")
+            began = math.inf
             if update.note:
                 self.notes.append(update.note)
             validating, sampling = self._due(step, timeline)
@@ -301,7 +308,11 @@ class Session:
                 )
             if changed := changed_sources(self.ground.shards):
                 raise CheckpointError(f"{changed[0]} has changed since the run began; restore it, or start a new run")
-        job = prepare.job(self.ground, self.recipe.budget.timeline, begin=found is None)
+        fitted(self.recipe, length=self.ground.task.length, say=self.notes.append)
+        with stage("model", self.notes.append, self.clock) as current:
+            job = prepare.job(self.ground, self.recipe.budget.timeline, begin=found is None)
+            current.detail = f"{self.recipe.model.parameters():,} parameters"
+        yield from self._told()
         self.deadline.take_up(job.timeline)
         self.home.describe()
         self._load(job, found)
