@@ -15,14 +15,14 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from trivium.config import at_least
 from trivium.errors import ConfigError
-from trivium.text.bpe import Tie, count_words, learn
+from trivium.text.bpe import Tie, learn
+from trivium.text.counting import count_presplit, count_words
 from trivium.text.library import (
     END,
     END_OF_WORD,
     RARE_WORD,
     SPACE,
     UNKNOWN,
-    UNKNOWN_WORD,
     Case,
     Fallback,
     Normal,
@@ -38,8 +38,9 @@ from trivium.text.library import (
     with_end,
 )
 from trivium.text.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer, utf8
-from trivium.text.wordpiece import CONTINUES, learn_by_likelihood
+from trivium.text.wordpiece import learn_by_frequency, learn_by_likelihood
 
+WHITE_SPACE = " \t\n\r"  # splits words for every kind that splits them at more than the space
 _SMALLEST = 257  # 256 bytes and <|endoftext|>
 _LONGEST_WORD = 1000  # a longer run without white space teaches no merges: each one would walk through all of it
 
@@ -147,7 +148,10 @@ class EndOfWordBpe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordPiece:
-    """BERT's pieces: the longest one that fits, then ## continuations; a word that does not come out is [UNK]."""
+    """BERT's pieces: the longest one that fits, then ## continuations; a word that does not come out is [UNK].
+
+    Equal texts in any order give an equal file.
+    """
 
     size: int = 4096  # every id: pieces, [UNK], <|endoftext|>; less if the texts are too small
     min_count: int = 2  # a pair seen fewer times is not merged
@@ -160,31 +164,12 @@ class WordPiece:
         _sizes(self.size, 3, "a piece, the unknown and the end", self.min_count)
 
     def build(self, texts: Iterable[str]) -> Tokenizer:
-        """The tokenizer whose pieces are learned from the words of `texts`; by frequency, not twice the same."""
-        inner = _blank(models.WordPiece(unk_token=UNKNOWN_WORD), library_wordpiece([], self.case, self.longest))
-        pieces = self._likely(inner, texts) if self.score == "likelihood" else self._frequent(inner, texts)
+        """The tokenizer whose pieces are learned from the words of `texts`."""
+        words = count_presplit(_checked(texts), library_wordpiece([], self.case, self.longest), WHITE_SPACE)
+        learn_pieces = learn_by_likelihood if self.score == "likelihood" else learn_by_frequency
+        pieces = learn_pieces(words, size=self.size - 2, min_count=self.min_count, longest=self.longest)
         _fits(self.size, len(pieces) + 2, "the characters of the texts")
         return LibraryTokenizer(library_wordpiece(pieces, self.case, self.longest))
-
-    def _frequent(self, inner: tokenizers.Tokenizer, texts: Iterable[str]) -> list[str]:
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=self.size - 2,
-            min_frequency=self.min_count,
-            continuing_subword_prefix=CONTINUES,
-            show_progress=False,
-        )
-        inner.train_from_iterator(_checked(texts), trainer)
-        vocabulary = inner.get_vocab(with_added_tokens=False)
-        # The library numbers the characters in the order of a hash; merges come after them, in their order.
-        single = {piece for piece in vocabulary if len(piece.removeprefix(CONTINUES)) == 1}
-        return sorted(vocabulary, key=lambda piece: (-1, piece) if piece in single else (vocabulary[piece], ""))
-
-    def _likely(self, inner: tokenizers.Tokenizer, texts: Iterable[str]) -> list[str]:
-        words: Counter[str] = Counter()
-        for text in _checked(texts):
-            split = inner.pre_tokenizer.pre_tokenize_str(inner.normalizer.normalize_str(text))
-            words.update(word for word, _ in split if len(word) <= self.longest)
-        return learn_by_likelihood(words, size=self.size - 2, min_count=self.min_count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
