@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -38,6 +36,7 @@ from trivium.text.library import (
     with_end,
 )
 from trivium.text.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer, utf8
+from trivium.text.unigram import train_unigram
 from trivium.text.wordpiece import learn_by_frequency, learn_by_likelihood
 
 WHITE_SPACE = " \t\n\r"  # splits words for every kind that splits them at more than the space
@@ -174,7 +173,10 @@ class WordPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unigram:
-    """SentencePiece's pieces: the most probable way to cut a text, each word's space in front of it."""
+    """SentencePiece's pieces: the most probable way to cut a text, each word's space in front of it.
+
+    Equal texts in any order give an equal file.
+    """
 
     size: int = 4096  # every id: pieces, the bytes of a fallback, <|unk|>, <|endoftext|>; less if the texts are small
     normal: Normal = "nfkc"  # compatible forms and single spaces, as T5; or "identity", the text as it is, as LLaMA
@@ -184,26 +186,16 @@ class Unigram:
         _sizes(self.size, 3 + 256 * (self.fallback == "bytes"), "the pieces that are always there", 1)
 
     def build(self, texts: Iterable[str]) -> Tokenizer:
-        """The tokenizer whose pieces explain `texts` best; the library does not train twice the same."""
+        """The tokenizer whose pieces give `texts` the highest probability."""
         always = byte_pieces() if self.fallback == "bytes" else []
         # a space, and what a text needs to spell out the name of a byte or of the unknown without becoming it
-        letters = sorted({SPACE, *("".join([UNKNOWN, *always]) if always else "")})
-        inner = _blank(models.Unigram(), library_unigram([], self.normal, self.fallback))
-        trainer = trainers.UnigramTrainer(
-            vocab_size=self.size - len(always) - 1,
-            unk_token=UNKNOWN,
-            initial_alphabet=letters,
-            show_progress=False,
-        )
-        try:
-            inner.train_from_iterator(_checked(texts), trainer)
-        except Exception as error:  # the library raises nothing narrower
-            if "not large enough" not in str(error):
-                raise
-            raise ConfigError(f"tokenizer.size: {self.size} is too small for the characters of the texts") from None
-        learned: list[tuple[str, float | None]] = json.loads(inner.to_str())["model"]["vocab"]
-        taken = {UNKNOWN, END, *always}
-        scores = _probable([(piece, score) for piece, score in learned if piece not in taken])
+        letters = {SPACE, *("".join([UNKNOWN, *always]) if always else "")}
+        white = WHITE_SPACE if self.normal == "nfkc" else " "
+        words = count_presplit(_checked(texts), library_unigram([], self.normal, self.fallback), white)
+        characters = sorted(letters.union(*words))
+        room = self.size - len(always) - 2
+        _fits(self.size, len(characters) + len(always) + 2, "the characters of the texts")
+        scores = train_unigram(words, characters, size=room, reserved={UNKNOWN, END, *always})
         return LibraryTokenizer(library_unigram(scores, self.normal, self.fallback))
 
 
@@ -238,13 +230,6 @@ def _checked(texts: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _blank(model: models.Model, like: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A tokenizer to train: with special tokens the library would take their spellings out of the texts."""
-    inner = tokenizers.Tokenizer(model)
-    inner.normalizer, inner.pre_tokenizer = like.normalizer, like.pre_tokenizer
-    return inner
-
-
 def _sizes(size: int, least: int, what: str, min_count: int) -> None:
     """Refuse a vocabulary without room for what it always holds, and a count that is none."""
     problems = []
@@ -263,10 +248,3 @@ def _fits(size: int, needed: int, what: str) -> None:
 
 def _ended(word: str, symbol: Symbol) -> tuple[str, ...]:
     return (*word, " ") if symbol == "separate" else (*word[:-1], word[-1] + " ")
-
-
-def _probable(scores: list[tuple[str, float | None]]) -> list[tuple[str, float]]:
-    """Log-probabilities; on a text that is almost empty the library's are not even numbers."""
-    usable = [score for _, score in scores if score is not None and math.isfinite(score) and score < 0]
-    floor = min(usable, default=-1.0)
-    return [(piece, score if score is not None and floor <= score < 0 else floor) for piece, score in scores]
