@@ -11,9 +11,10 @@ import numpy as np
 from trivium.config import Text, assignments, load, unknown
 from trivium.data import shards as data
 from trivium.data.config import DataConfig
+from trivium.data.pairs import settled
 from trivium.data.shards import Shards, Split
 from trivium.data.show import Cell, preview
-from trivium.data.sources import files, texts, total_bytes
+from trivium.data.sources import texts, total_bytes
 from trivium.errors import DataError
 from trivium.text.kinds import TOKENIZERS
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
@@ -61,8 +62,7 @@ def build(
 ) -> str:
     """Shards and their tokenizer in `out`; a sentence about them."""
     layer = {"paths": list(paths), "valid": Text(valid), "separator": separator, "field": field}
-    config = load(DataConfig, layer)
-    files(config.paths)
+    config = settled(load(DataConfig, layer))
     if out.exists():
         raise DataError(f"{out} exists already; remove it or name another folder")
     known = Path(tokenizer)

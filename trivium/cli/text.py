@@ -24,7 +24,7 @@ def data_build(
     tokenizer: Annotated[str, typer.Option(help=f"{KINDS}; or a tokenizer.json.")] = "bpe",
     size: Annotated[int, typer.Option(help="Vocabulary size of a new tokenizer that learns pieces.")] = 4096,
     given: Given = None,
-    valid: Annotated[str, typer.Option(help="The share kept for validation, or a path.")] = "0.01",
+    valid: Annotated[str, typer.Option(help="The share kept for validation, or a path.")] = "auto",
     separator: Annotated[str, typer.Option(help="Split documents inside a file here.")] = "",
     field: Annotated[str, typer.Option(help="The key of a JSON line that holds the text.")] = "text",
 ) -> None:

@@ -24,7 +24,7 @@ from trivium.data.mixing import ordering, training_rows
 from trivium.data.packed import Examples, PackedPairs
 from trivium.data.packing import Rows
 from trivium.data.pairs import build as build_shards
-from trivium.data.pairs import paired, training_files, training_texts
+from trivium.data.pairs import paired, settled, training_files, training_texts
 from trivium.data.shards import Shards, Stream
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import write_synced
@@ -95,8 +95,9 @@ class Ground:
         fixed = settings.flat(self.recipe)
         prefixes = ("model.", "objective.", "optim.kind", "average.kind", "data.weights", "data.shift")
         kept = {key: value for key, value in fixed.items() if key.startswith(prefixes)}
-        if self.recipe.data.pack:  # only then: runs from before there was such a key go on
-            kept["data.pack"] = self.recipe.data.pack
+        for name in ("pack", "length"):  # only where they are set: runs from before there were such keys go on
+            if value := getattr(self.recipe.data, name):
+                kept[f"data.{name}"] = value
         batch = self.recipe.batch
         content = {**kept, "seed": self.recipe.seed, batch.unit: batch.size, "data": self.shards.digest}
         return settings.hashed({**content, "sources": list(self.shards.train.sources)})
@@ -124,12 +125,16 @@ def lay(
             "budget: nothing says how long to train; add budget.steps=N, budget.tokens=N or budget.minutes=N"
         )
     recipe = replace(settle(recipe), data=recipe.data.below(Path.cwd()))
+    pairs = isinstance(recipe.objective, Seq2Seq) and not recipe.data.pack
+    recipe = replace(recipe, batch=recipe.batch.settled(pairs=pairs))
     recipe = start.taken_over(recipe, parts=parts, say=say)
-    fitted(recipe, say=lambda text: None)  # a model far too large is refused before its text is read
+    # a model far too large is refused before its text is read
+    fitted(recipe, length=recipe.data.length, say=lambda text: None)
     built = data.built_shards(recipe.data)
     if built is None:
         _check_form(recipe, pairs=recipe.data.paired)
-        training_files(recipe.data)  # a missing file is refused before a folder is made
+        recipe = replace(recipe, data=settled(recipe.data))  # a missing file is refused before a folder is made
+        training_files(recipe.data)
     else:
         say(f"the shards in {built} bring their own tokenizer and validation text")
         recipe = replace(recipe, tokenizer=File(path=str(built / "tokenizer.json")))
@@ -139,6 +144,7 @@ def lay(
         recipe = replace(recipe, model=with_vocab(recipe.model, tokenizer.size))
         build(recipe.model, device="meta")  # what only building shows is refused before anything stays behind
         ground = _ground(scratch, recipe, tokenizer, shards)
+        _check_length(ground)
         for sentence in _about_pairs(ground):
             say(sentence)
         recipe = fitted(recipe, length=ground.task.length, say=say)
@@ -174,7 +180,10 @@ def reopen(folder: Path, recipe: Recipe) -> Ground:
 
 def _ground(folder: Path, recipe: Recipe, tokenizer: Tokenizer, shards: Shards) -> Ground:
     _check_form(recipe, pairs=paired(shards))
-    task = recipe.objective.bind(tokenizer, recipe.model)
+    length, model = recipe.data.length, recipe.model
+    if length > model.context:
+        raise ConfigError(f"data.length: {length} is more than the {model.context} of model.context; lower it")
+    task = recipe.objective.bind(tokenizer, replace(model, context=length) if length else model)
     return Ground(folder=folder, recipe=recipe, tokenizer=tokenizer, shards=shards, task=task)
 
 
@@ -392,6 +401,16 @@ def _try_batches(ground: Ground) -> None:
     for rows in (ground.train, ground.valid):
         if len(rows):
             ground.task.inputs(rows.take(np.zeros(1, np.int64)), np.random.default_rng(ground.recipe.seed))
+
+
+def _check_length(ground: Ground) -> None:
+    """Refuse a text that does not fill a single row: a model would only learn it by heart."""
+    rows = ground.train
+    if isinstance(rows, Rows) and (tokens := len(rows.stream) - 1) < rows.length:
+        raise ConfigError(
+            f"data.paths: the training text has {tokens:,} tokens, less than one row of {rows.length:,}; name more "
+            "text, or set a smaller data.length"
+        )
 
 
 def _about_pairs(ground: Ground) -> Iterator[str]:

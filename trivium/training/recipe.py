@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -21,26 +21,35 @@ from trivium.text.kinds import TOKENIZERS, Bpe
 from trivium.training.spikes import SPIKES, Rollback, Spikes
 from trivium.training.timeline import Knot, Timeline
 
+ROWS, TOKENS = 32, 2048  # of a batch, if a recipe says nothing: of text, and of pairs by their longer side
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
     """How much one update sees, and how much of it fits the device at a time."""
 
-    rows: int = 32
+    # 0 means 32 rows; pairs that are not packed are then counted in tokens.
+    rows: int = 0
     # Pairs of similar lengths instead of a number of rows: at most so many tokens of the longer side, padding too.
     tokens: int = 0
     # Rows (or tokens) per forward pass, gradients are accumulated; 0 means all at once, or less if memory runs out.
     micro: int = 0
 
     def __post_init__(self) -> None:
-        at_least("rows", self.rows, 1)
+        at_least("rows", self.rows, 0)
         at_least("tokens", self.tokens, 0)
         at_least("micro", self.micro, 0)
 
     @property
     def size(self) -> int:
         """All of a batch, in rows or in tokens."""
-        return self.tokens or self.rows
+        return self.tokens or self.rows or ROWS
+
+    def settled(self, *, pairs: bool) -> BatchConfig:
+        """The same with a definite number of rows; for `pairs` that are not packed also of tokens."""
+        if self.rows:
+            return self
+        return replace(self, rows=ROWS, tokens=TOKENS if pairs and not self.tokens else self.tokens)
 
     @property
     def unit(self) -> str:
