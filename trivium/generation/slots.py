@@ -25,6 +25,7 @@ from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
 from trivium.parts.attention import TRITON, MultiHeadAttention
 from trivium.parts.cache import Cache, Slots
+from trivium.parts.hooks import any_hooks
 from trivium.parts.positions import BothPositions, Positions
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class Bank:
         device, decoder = model.device, cast(PlainStack, model.decoder)
         self._model, self.device, self.longest = weakref.ref(model), device, longest
         self.key: Hashable = None  # what its graphs depend on
-        kernels = device.type == "cuda" and TRITON
+        # a captured graph would call hooks no more
+        self.eager = device.type != "cuda" or any_hooks(model)
+        kernels = not self.eager and TRITON
         self.slots = Slots(slots, longest, device, direct=direct(model), kernel=kernels)
         shapes, dtype = decoder.cache_shapes, model.embedding.weight.dtype
         self.cache = Cache(slots, longest, shapes, device, dtype, self.slots, decoder.windows)
@@ -81,7 +84,7 @@ class Bank:
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self.readings: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # graphs that read so many tokens
         self._tokens: dict[int, Tensor] = {}
-        self._read = Captures(on=device.type == "cuda")  # graphs that read prompts
+        self._read = Captures(on=not self.eager)  # graphs that read prompts
         self._fused: Fused | None = None
         self._reads: bool | None = None  # whether fused kernels read prompts right; None before the first
         if source:
@@ -172,7 +175,7 @@ class Bank:
     def step(self, kind: Kind) -> None:
         """One more token for every row; on a GPU the host does not wait for it."""
         self.written += 1
-        if self.device.type != "cuda":
+        if self.eager:
             self.advance(kind)
             return
         if kind not in self._graphs:

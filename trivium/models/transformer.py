@@ -234,7 +234,7 @@ def arrange(model: nn.Module) -> None:
         if isinstance(module, MultiHeadAttention) and module.side_by_side is None:
             module.pack()
     for module in model.modules():
-        if isinstance(module, Linear) and module.role not in ("query", "key", "value"):
+        if type(module) is Linear and module.role not in ("query", "key", "value"):
             weight = module.weight.data
             module.weight.data = columns(weight) if weight.device.type == "cpu" else weight
     _give_back()

@@ -19,7 +19,7 @@ from trivium.parts.feedforward import ACTIVATIONS, Activation
 from trivium.parts.hardware import working
 from trivium.parts.kernels.loss import IGNORED as IGNORED
 from trivium.parts.kernels.loss import summed
-from trivium.parts.linear import Linear
+from trivium.parts.linear import Linear, is_plain
 from trivium.parts.norms import NORMS, LayerNorm, Norm
 from trivium.parts.site import Cost, Site, matrix
 
@@ -195,7 +195,7 @@ def _chunked(
 
 def _fusible(project: nn.Module, hidden: Tensor) -> bool:
     """Whether the output is a plain matrix, and gradients need no scale against underflow as they do in float16."""
-    return isinstance(project, Linear) and working(hidden) != torch.float16
+    return is_plain(project) and working(hidden) != torch.float16
 
 
 def _summed(project: Linear, hidden_ND: Tensor, labels_N: Tensor, cap: float, smoothing: float) -> Tensor:
