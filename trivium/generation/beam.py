@@ -18,9 +18,10 @@ from trivium.generation.coverage import Coverage
 from trivium.generation.engine import evaluating
 from trivium.generation.frontier import Frontier, Rules, frontier, grow, rules
 from trivium.generation.graphs import current
-from trivium.generation.lineage import Lineage
+from trivium.generation.lineage import BeamReader, Lineage, RowBeams
 from trivium.generation.pool import Wish
 from trivium.generation.scorer import Prompt, Scorer, require_finite
+from trivium.generation.supports import even_batches, supports_beam_tokens, supports_pool
 from trivium.models.transformer import Transformer
 
 
@@ -148,12 +149,20 @@ def search(
             pools_of(scorer).clear()  # a model that has left its GPU leaves nothing there
         limits = [limit(item, scorer.context) for item in searches]
         given = rules(beam.beams, vocab, banned, ends, beam.penalties(max(limits)), scorer.device)
-        return _Beams(scorer, searches, limits, beam, given, tick).run()
+        if supports_beam_tokens(*scorer.models):
+            return _Beams(scorer, searches, limits, beam, given, tick, Lineage).run()
+        found: dict[int, list[Found]] = {}
+        lengths = [(len(item.prompt.ids), len(item.prompt.source)) for item in searches]
+        for numbers in even_batches(scorer.models, lengths, padding=False):
+            some = [searches[number] for number in numbers]
+            beams = _Beams(scorer, some, [limits[number] for number in numbers], beam, given, tick, RowBeams)
+            found |= zip(numbers, beams.run(), strict=True)
+        return [found[number] for number in range(len(searches))]
 
 
 def poolable(scorer: Scorer, searches: Sequence[Search], beam: Beam) -> bool:
     """Whether texts can be searched in rows that they join and leave: on the GPU in use, if each begins with one id."""
-    plain = scorer.family == "encoder-decoder" and not beam.coverage
+    plain = scorer.family == "encoder-decoder" and not beam.coverage and supports_pool(*scorer.models)
     return plain and current(scorer.device) and all(len(item.prompt.ids) == 1 for item in searches)
 
 
@@ -195,6 +204,7 @@ class _Beams:
         beam: Beam,
         rules: Rules,
         tick: Callable[[int], None],
+        reader: Callable[[Scorer, Sequence[Prompt], int, int], BeamReader],
     ) -> None:
         self.scorer = scorer
         self.searches = searches
@@ -202,6 +212,7 @@ class _Beams:
         self.beam = beam
         self.rules = rules
         self.tick = tick
+        self.reader = reader
         self.texts = list(range(len(searches)))  # which one each row is
         self.state = frontier(limits, self.longest, rules, beam.n)
         self.found: dict[int, list[Found]] = {}
@@ -212,7 +223,7 @@ class _Beams:
         """Search until every text is done."""
         prompts = [item.prompt for item in self.searches]
         with Coverage(self.scorer, self.beam.coverage) as coverage:
-            reading = Lineage(self.scorer, prompts, self.beam.beams, self.longest - 1)  # the last token is never read
+            reading = self.reader(self.scorer, prompts, self.beam.beams, self.longest - 1)  # the last is never read
             for length in range(1, self.longest + 1):
                 coverage.look(reading)
                 self.state, ids_BK, parents_BK = grow(self.state, self.rules, reading.scores_BJV, coverage.penalties())

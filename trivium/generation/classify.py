@@ -12,6 +12,7 @@ from trivium.errors import RequestError
 from trivium.generation.engine import evaluating
 from trivium.generation.scorer import right_padded
 from trivium.generation.states import frame_of, framed
+from trivium.generation.supports import even_batches
 from trivium.models.transformer import Transformer
 from trivium.parts.embeddings import Tokens
 from trivium.parts.sentence import PooledSentence
@@ -44,10 +45,11 @@ def classify(
     classes = head.classify.out_features
     names = [*labels] if len(labels) == classes else [str(number) for number in range(classes)]
     rows, segments = _rows(model, tokenizer, texts)
-    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+    lengths = [(len(row),) for row in rows]
+    orders = [sorted(alike, key=lengths.__getitem__) for alike in even_batches([model], lengths)]
+    chunks = [order[first : first + batch] for order in orders for first in range(0, len(order), batch)]
     result: dict[int, Verdict] = {}
-    for first in range(0, len(order), batch):
-        chunk = order[first : first + batch]
+    for chunk in chunks:
         tokens_BT, real_BT = right_padded([rows[number] for number in chunk], model.device)
         segments_BT, _ = right_padded([segments[number] for number in chunk], model.device)
         told = isinstance(model.config.embedding, Tokens) and model.config.embedding.segments > 1

@@ -21,6 +21,7 @@ from trivium.generation.graphs import Landing, Recorder, differ
 from trivium.generation.prompts import Captures, Joining, Size, tell
 from trivium.generation.rows import Row
 from trivium.generation.scorer import evaluating, right_padded
+from trivium.generation.supports import supports_slots
 from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
 from trivium.parts.attention import TRITON, MultiHeadAttention
@@ -41,8 +42,11 @@ _LARGE = 8192  # without a graph: the host, which starts kernel after kernel, mi
 
 
 def direct(model: Transformer) -> bool:
-    """Whether positions leave the scores of attention alone, so that a row's length says all about what it sees."""
-    return all(map(_direct, cast("list[Positions]", list(cast(PlainStack, model.decoder).positions))))
+    """Whether a row's length says all about what it sees: attention asks the cache, positions leave scores alone."""
+    decoder = cast(PlainStack, model.decoder)
+    if not all(isinstance(getattr(block, "attention", None), MultiHeadAttention) for block in decoder.blocks):
+        return False  # a mixer of another package looks at the mask
+    return all(map(_direct, cast("list[Positions]", list(decoder.positions))))
 
 
 def _direct(position: Positions) -> bool:
@@ -53,8 +57,10 @@ def _direct(position: Positions) -> bool:
 
 
 def able(model: Transformer) -> bool:
-    """Whether a model can be decoded in slots: not one with windows and biases at once."""
-    return model.decoder is not None and (direct(model) or not any(model.decoder.windows))
+    """Whether a model can be decoded in slots: its mixers obey masks, and it has not windows and biases at once."""
+    if model.decoder is None or not supports_slots(model):
+        return False
+    return direct(model) or not any(model.decoder.windows)
 
 
 class Bank:

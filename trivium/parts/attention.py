@@ -22,6 +22,7 @@ from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8
 from trivium.parts.linear import Linear, columns, in_float8, is_plain, lending, matrix_of, product, together
 from trivium.parts.masks import Resolved
+from trivium.parts.mixers import Decoding
 from trivium.parts.norms import RMSNormed
 from trivium.parts.positions import Positions
 from trivium.parts.site import MOST, Cost, Site, matrix
@@ -31,7 +32,10 @@ PARTED = True  # one kernel for the gradients of the one product of queries, key
 
 
 class Attention(Protocol):
-    """The options of an attention part; positions inside it ask for its heads, masks for its window."""
+    """The options of an attention part; positions inside it ask for its heads, masks for its window.
+
+    The module that it builds declares `decoding` and `can_roll_back` (`mixers.py`).
+    """
 
     @property
     def heads(self) -> int: ...
@@ -108,6 +112,9 @@ class Packed(NamedTuple):
 
 
 class MultiHeadAttention(nn.Module):
+    decoding: Decoding = "mask"
+    can_roll_back = True
+
     def __init__(self, options: MultiHead, site: Site) -> None:
         super().__init__()
         groups, size, value = options.cache_shape(site)
