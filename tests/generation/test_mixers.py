@@ -130,8 +130,8 @@ def slowly(model: Transformer, prompt: Prompt, beam: Beam, tokens: int) -> list[
         penalty = ((5 + length) / 6) ** beam.alpha
         ended += [Found(ids[:-1], p, p / penalty, "end") for ids, p in grown[: beam.beams] if ids[-1] == END]
         live = [item for item in grown if item[0][-1] != END][: beam.beams]
-    cut = [Found(ids, p, p / penalty, "length") for ids, p in live]
-    return [*sorted(ended, key=lambda item: -item.score), *cut][: beam.n]
+    ended += [Found(ids, p, p / penalty, "length") for ids, p in live]
+    return sorted(ended, key=lambda item: -item.score)[: beam.n]
 
 
 def near(found: Sequence[Found], expected: Sequence[Found]) -> None:

@@ -27,10 +27,10 @@ from trivium.models.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beam:
-    """How to search; a finished text is scored by log p / ((5 + length) / 6) ** alpha + coverage (GNMT), END counted.
+    """How to search; a text is scored by log p / ((5 + length) / 6) ** alpha + coverage (GNMT), an END counted.
 
     Coverage is `coverage` times the sum, over the source, of the logarithm of how much attention each token has got,
-    at most 1: it ranks finished texts and does not steer the search.
+    at most 1: it ranks texts that are done and does not steer the search.
     """
 
     beams: int = 4
@@ -70,7 +70,7 @@ class Search:
 
 
 class Found(NamedTuple):
-    """A finished text: its new ids without the END, its log-probability with it, and its score."""
+    """A text that is done: its new ids without an END, its log-probability with it, its score and how it ended."""
 
     ids: list[int]
     logprob: float
@@ -79,7 +79,10 @@ class Found(NamedTuple):
 
 
 def results(state: Frontier, searches: Sequence[Search], beam: Beam) -> list[list[Found]]:
-    """The n best of texts that are done, best first, from their rows on the host: those that are cut off come last."""
+    """The n best of texts that are done, best first, from their rows on the host.
+
+    Beams that are cut off at the limit compete with finished ones by the same score; of equals the finished is first.
+    """
     used = int(state.steps.max())
     steps_of = zip(state.ids[:, :used].tolist(), state.parents[:, :used].tolist(), strict=True)
     lists = [one.tolist() for one in (state.score, state.logprob, state.length, state.beam)]
@@ -93,14 +96,14 @@ def results(state: Frontier, searches: Sequence[Search], beam: Beam) -> list[lis
             for score, logprob, tokens, before in ended
             if score > -math.inf
         ]
-        if len(best) < beam.n and length == most:
+        if length == most:
             reason: Literal["length", "context"] = "length" if most == item.tokens else "context"
-            cut = [
+            best += [
                 Found(_text(steps, length, last), logprob, logprob / beam.penalty(length) + cover, reason)
                 for last, (logprob, cover) in enumerate(zip(*live, strict=True))
                 if logprob > -math.inf
             ]
-            best += sorted(cut, key=lambda found: -found.score)  # stable: of equals the better beam stays first
+            best.sort(key=lambda found: -found.score)  # stable: of equals the first found, then the better beam
         each.append(best[: beam.n])
     return each
 
@@ -128,10 +131,10 @@ def search(
 ) -> list[list[Found]]:
     """The `beam.n` best texts for each, best first, found together; each is what it would be alone.
 
-    A text is finished where END (or one of `stop_ids`) is among the best K of its step; one that is cut off, at its
-    number of tokens or the context, comes behind all that are finished. The search ends when no live beam can still
-    become better than the worst of the n. Of equal scores the first found is the better: the shorter text, the better
-    beam, the lower id. `tick` hears of how many more texts are done.
+    A text is finished where END (or one of `stop_ids`) is among the best K of its step. Those that are cut off, at
+    their number of tokens or the context, compete with the finished ones by the same score. The search ends when no
+    live beam can still become better than the worst of the n. Of equal scores the first found is the better: the
+    shorter text, the better beam, the lower id. `tick` hears of how many more texts are done.
     """
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     vocab = min(vocab or scorer.vocab, scorer.vocab)
