@@ -38,6 +38,16 @@ class Linear(nn.Linear):
         return product(input, matrix_of(input, self), self.bias, narrow=self.narrow)
 
 
+def give_bias(layer: nn.Module, bias: Tensor | None) -> None:
+    """Let a layer add this bias: a parameter is a parameter of it, any other tensor a buffer, which is not trained."""
+    if hasattr(layer, "bias"):
+        del layer.bias
+    if bias is None or isinstance(bias, nn.Parameter):
+        layer.register_parameter("bias", bias)
+    else:
+        layer.register_buffer("bias", bias)
+
+
 def is_plain(layer: nn.Module | None) -> TypeGuard[Linear]:
     """Whether a product with the layer's weights does the same as calling it: no wrapper, parametrisation or hook."""
     return type(layer) is Linear and not has_hooks(layer)
