@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trivium.errors import RequestError
 from trivium.generation.beams import KERNELS, pools_of, room_for, together
+from trivium.generation.checks import TOKENS, require_number, require_whole
 from trivium.generation.coverage import Coverage
 from trivium.generation.engine import evaluating
 from trivium.generation.frontier import Frontier, Rules, frontier, grow, rules
@@ -39,13 +40,12 @@ class Beam:
     n: int = 1  # how many of the best are wanted
 
     def __post_init__(self) -> None:
-        if self.beams < 1:
-            raise RequestError(f"beams: {self.beams} is less than 1; 1 is greedy, 4 is usual")
-        if not 0 <= self.alpha < math.inf:
-            raise RequestError(f"alpha: {self.alpha} is not a number from 0 (no length penalty) upwards; try 0.6")
-        if not 0 <= self.coverage < math.inf:
-            raise RequestError(f"coverage: {self.coverage} is not a number from 0 (no penalty) upwards; try 0.2")
-        if not 1 <= self.n <= self.beams:
+        require_whole("beams", self.beams, 1, 1000, "1 is greedy, 4 is usual")
+        # GNMT takes 0.2, Vaswani 0.6; far above 1 length alone decides, and the penalty would overflow
+        require_number("alpha", self.alpha, 0, 10, "0 is no length penalty, try 0.6")
+        require_number("coverage", self.coverage, 0, 100, "0 is no penalty, try 0.2")
+        require_whole("n", self.n, 1, None, "ask for at least one text")
+        if self.n > self.beams:
             raise RequestError(f"n: {self.n} is not between 1 and the number of beams, {self.beams}")
 
     def penalty(self, length: int) -> float:
@@ -65,8 +65,7 @@ class Search:
     tokens: int
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RequestError(f"tokens: {self.tokens} is less than 1; ask for at least one new token")
+        require_whole("tokens", self.tokens, 1, TOKENS, f"ask for 1 to {TOKENS:,} new tokens")
 
 
 class Found(NamedTuple):

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from trivium.errors import RequestError
+from trivium.generation.checks import items_of, texts_of
 from trivium.generation.engine import evaluating
 from trivium.generation.scorer import right_padded
 from trivium.generation.states import frame_of, framed
@@ -30,6 +32,16 @@ class Verdict(str):
         self = super().__new__(cls, label)
         self.probabilities = probabilities
         return self
+
+
+def pairs_of(given: object) -> list[Text]:
+    """The texts, and pairs of texts, that a caller gave: one of them, or several."""
+    several = [given] if isinstance(given, str | tuple) else items_of("texts", given, "a string or a list of strings")
+    for item in several:
+        if isinstance(item, tuple) and len(item) != 2:
+            raise RequestError(f"texts: a pair is a tuple of two texts, not of {len(item)}; give two")
+        texts_of("texts", [*item] if isinstance(item, tuple) else [item])
+    return cast("list[Text]", several)
 
 
 def classify(

@@ -134,7 +134,7 @@ def _beside(name: str, given: Ids, ids: Tensor, most: int) -> Tensor:
     """A number from 0 to `most` for each of the ids."""
     try:
         numbers = torch.as_tensor(given, device=ids.device)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RuntimeError, OverflowError):
         raise RequestError(f"{name}: its rows are not equally long; its shape must be that of the ids") from None
     if numbers.shape != ids.shape:
         raise RequestError(f"{name}: its shape must be that of the ids, {list(ids.shape)}")
@@ -152,8 +152,12 @@ def _tensor(model: Transformer, ids: Ids) -> Tensor:
         tokens = torch.as_tensor(ids, device=model.device)
     except (ValueError, TypeError):
         raise RequestError("logits takes rows of ids that are equally long; pad them or ask one by one") from None
-    if not tokens.numel() or tokens.is_floating_point() or tokens.ndim > 2:
+    except (RuntimeError, OverflowError):  # what no tensor can be made of, such as None
+        raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one") from None
+    whole = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+    if not whole or not tokens.numel() or tokens.ndim not in (1, 2) or tokens.layout != torch.strided:
         raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one")
+    tokens = tokens.long()  # one of 64 unsigned bits that is too large becomes negative
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.config.vocab:
         raise RequestError(f"an id is outside the model's vocabulary of {model.config.vocab}")
     return tokens
