@@ -26,7 +26,9 @@ from trivium.generation.scorer import Prompt, Scorer
 from trivium.generation.speculative import speculative
 from trivium.generation.states import logits_of
 from trivium.handle import Model
-from trivium.models.transformer import Transformer
+from trivium.models.block import Block
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.transformer import Transformer, build
 from trivium.parts.attention import MultiHead
 from trivium.parts.mixers import can_roll_back, decoding_of
 
@@ -234,6 +236,21 @@ def test_a_mixer_that_declares_masks_takes_every_way(name: str) -> None:
 def test_the_encoder_of_a_pool_has_keys_in_the_shape_of_its_decoder() -> None:
     assert supports.supports_pool(tiny.model("t5-mini", 40))
     assert not supports.supports_pool(made(MultiHead(heads=4), encoder=MultiHead(heads=4)))  # crossed by two heads
+
+
+def test_a_layer_that_looks_at_no_source_is_not_decoded_in_slots() -> None:
+    heads = MultiHead(heads=2)
+    crossed = Stack(
+        layers=2, block=Block(attention=heads, cross=heads), pattern=("", "alone"), variants={"alone": Block()}
+    )
+    plain = Stack(layers=1, block=Block(attention=heads))
+    model = build(ModelConfig(width=16, context=24, vocab=VOCAB, encoder=plain, decoder=crossed)).eval()
+    wishes = requests(model, LENGTHS)
+    found = ids_of(stream(model, wishes, end=None), len(wishes))
+    assert found == [greedily(model, wish.prompt, wish.tokens) for wish in wishes]
+    with pytest.raises(RequestError, match="a layer that does not attend to the source"):
+        Engine(model, end=None)
+    assert not supports.supports_pool(model)
 
 
 def test_a_mixer_that_needs_a_whole_text_does_not_decode() -> None:

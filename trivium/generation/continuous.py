@@ -77,7 +77,8 @@ class Engine:
             for one in self._scorer.models:
                 require_slots(one)
             raise RequestError(
-                "several models, windows together with biases, or a GPU that is not the one in use: "
+                "several models, windows together with biases, a layer that does not attend to the source, or a GPU "
+                "that is not the one in use: "
                 "these are not decoded in slots; use stream"
             )
         if slots < 1 or not 1 <= burst <= RING:

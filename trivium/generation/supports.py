@@ -86,9 +86,11 @@ def even_batches(
 
 
 def supports_slots(model: Transformer) -> bool:
-    """Whether rows of different lengths may stand in one static cache; a source's keys and values are attention's."""
-    crosses = [getattr(block, "cross", None) for block in ([] if model.decoder is None else model.decoder.blocks)]
-    return supports_padding(model) and all(cross is None or isinstance(cross, MultiHeadAttention) for cross in crosses)
+    """Whether rows of different lengths may stand in one static cache; every layer keeps a source's keys and values."""
+    if model.decoder is None or not supports_padding(model):
+        return False
+    crosses = [getattr(block, "cross", None) for block in model.decoder.blocks]
+    return model.encoder is None or all(isinstance(cross, MultiHeadAttention) for cross in crosses)
 
 
 def require_slots(model: Transformer) -> None:
