@@ -16,7 +16,8 @@ from trivium.evaluation.likelihood import Score, score_text
 from trivium.generation import chat as conversation
 from trivium.generation import embed as vectors
 from trivium.generation.beam import Beam
-from trivium.generation.classify import Text, classify
+from trivium.generation.checks import items_of, require_whole, text_of, texts_of
+from trivium.generation.classify import Text, classify, pairs_of
 from trivium.generation.embed import Neighbour, Pooling, neighbours
 from trivium.generation.fill import fill
 from trivium.generation.sampling import Sampling
@@ -87,7 +88,7 @@ class Model:
         same, drawn ones keep their distribution.
         """
         sampling = _sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = texts_of("prompt", prompt)
         found = complete(
             self.module,
             self.tokenizer,
@@ -123,7 +124,7 @@ class Model:
         return stream_text(
             self.module,
             self.tokenizer,
-            prompt,
+            text_of("prompt", prompt),
             tokens=tokens,
             sampling=_sampling(temperature, top_k, top_p, min_p, repetition_penalty),
             seed=seed,
@@ -148,7 +149,7 @@ class Model:
 
         It is written as the template that came with the model says; special spellings in a message stay text.
         """
-        given = [Message("user", messages)] if isinstance(messages, str) else [_message(each) for each in messages]
+        given = [Message("user", messages)] if isinstance(messages, str) else _messages(messages)
         return conversation.answer(
             self.module,
             self.tokenizer,
@@ -187,7 +188,7 @@ class Model:
                 raise RequestError("models with different tokenizers cannot vote together; train them with one")
         scorer = Scorer(self.module, *(other.module for other in ensemble))
         beam = Beam(beams=beams, alpha=alpha, coverage=coverage, n=n)
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = texts_of("texts", texts)
         found = search_texts(
             scorer,
             self.tokenizer,
@@ -207,7 +208,8 @@ class Model:
     ) -> list[Hypothesis]:
         """The n best continuations of a prompt by beam search; of an encoder-decoder, what it writes from a source."""
         beam = Beam(beams=beams, alpha=alpha, n=n)
-        return search_texts(self.module, self.tokenizer, [prompt], beam=beam, tokens=tokens, stop_ids=self._ends)[0]
+        given = [text_of("prompt", prompt)]
+        return search_texts(self.module, self.tokenizer, given, beam=beam, tokens=tokens, stop_ids=self._ends)[0]
 
     def fill(self, text: str | Sequence[str], *, top: int = 5) -> Any:
         """The likeliest pieces behind each [MASK], best first: strings with `.probability` and `.id`.
@@ -216,7 +218,7 @@ class Model:
         masked; a list of texts gives a list. If the tokenizer has [CLS] and [SEP] the text is framed by them, as in
         training; spelled out in the text they are text.
         """
-        found = fill(self.module, self.tokenizer, [text] if isinstance(text, str) else list(text), top=top)
+        found = fill(self.module, self.tokenizer, texts_of("text", text), top=top)
         each: list[Any] = [masks if len(masks) > 1 else masks[0] for masks in found]
         return each[0] if isinstance(text, str) else each
 
@@ -230,7 +232,7 @@ class Model:
 
         A pair of texts, as in (premise, hypothesis), is a tuple of two.
         """
-        given = [texts] if isinstance(texts, str | tuple) else list(texts)
+        given = pairs_of(texts)
         found = classify(self.module, self.tokenizer, given, self.labels)
         return found[0] if isinstance(texts, str | tuple) else found
 
@@ -247,7 +249,7 @@ class Model:
         Left at "auto" both are what a published sentence encoder says of itself, else the mean as it is. An encoder's
         text is framed as for `fill`; an encoder-decoder gives the states of its encoder.
         """
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = texts_of("texts", texts)
         told = self.notes.get("sentences", {})
         how = told.get("pooling", "mean") if pooling == "auto" else pooling
         found = vectors.embed(self.module, self.tokenizer, given, pooling=how, tick=tick)
@@ -257,7 +259,8 @@ class Model:
 
     def embed_word(self, text: str, word: str, *, occurrence: int = 0) -> Tensor:
         """The vector [D] of a word where it stands in a text: "bank" by a river is not "bank" with money."""
-        return vectors.embed_word(self.module, self.tokenizer, text, word, occurrence=occurrence)
+        given = (text_of("text", text), text_of("word", word))
+        return vectors.embed_word(self.module, self.tokenizer, *given, occurrence=occurrence)
 
     def neighbours(self, text: str, *, among: Sequence[str] = (), top: int = 10) -> list[Neighbour]:
         """What lies nearest by cosine, best first: strings with `.similarity` and `.number`.
@@ -265,9 +268,11 @@ class Model:
         With `among`, these texts by their `embed`; without, the tokenizer's pieces by the embeddings in front of the
         first layer, in which a word is the same wherever it stands.
         """
-        if among:
-            both = self.embed([text, *among])
-            return neighbours(both[:1], both[1:], list(among), top=top)[0]
+        require_whole("top", top, 1, None, "ask for at least one neighbour")
+        text, others = text_of("text", text), texts_of("among", among)
+        if others:
+            both = self.embed([text, *others])
+            return neighbours(both[:1], both[1:], others, top=top)[0]
         names, candidates = vectors.static_words(self.module, self.tokenizer)
         own = vectors.static_word(self.module, self.tokenizer, text)
         found = neighbours(own[None], candidates, names, top=len(names))[0]
@@ -275,7 +280,7 @@ class Model:
 
     def score(self, text: str, *, stride: int = 0) -> Score:
         """How probable the text is: `.nll`, `.perplexity`, `.bits_per_byte`, every token scored once."""
-        return score_text(self.module, self.tokenizer, text, stride=stride)
+        return score_text(self.module, self.tokenizer, text_of("text", text), stride=stride)
 
     def save(self, folder: str | Path) -> Path:
         """Write `model.safetensors`, `model.json` and `tokenizer.json`; `tv.load` opens the folder again."""
@@ -324,14 +329,17 @@ def _gguf_bits(bits: int) -> Literal[32, 16, 8]:
     raise RequestError(f"bits: a GGUF file can have 32, 16 or 8, not {bits}")
 
 
-def _message(given: Mapping[str, str]) -> Message:
-    try:
-        role, text = given["role"], given["content"]
-    except (KeyError, TypeError):
-        raise RequestError('a message is {"role": "user", "content": "..."}; give both') from None
+def _messages(given: object) -> list[Message]:
+    return [_message(each) for each in items_of("messages", given, "a string or a list of messages")]
+
+
+def _message(given: object) -> Message:
+    if not isinstance(given, Mapping) or not {"role", "content"} <= given.keys():
+        raise RequestError('a message is {"role": "user", "content": "..."}; give both')
+    role, text = given["role"], given["content"]
     if role not in ("system", "user", "assistant"):
         raise RequestError(f"role: {role!r} is none of system, user and assistant")
-    return Message(cast(Role, role), text)
+    return Message(cast(Role, role), text_of("content", text))
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, penalty: float) -> Sampling:

@@ -103,6 +103,14 @@ def test_translate_into_one_of_several_languages(call: Call, home: Path) -> None
     refused(call("translate", "many", ">>fra<< a dog"), "--language fra")
 
 
+def test_settings_out_of_bounds_are_refused(call: Call) -> None:
+    refused(call("translate", "both", "ein Hund", "--alpha", 1000), "alpha: 1000", "from 0 to 10")
+    refused(call("translate", "both", "ein Hund", "--beams", 10**6), "beams: 1000000", "more than 1,000")
+    for penalty in ("1e-300", "1e300", "nan"):
+        refused(call("generate", "decoder", "a", "--repetition-penalty", penalty), "repetition_penalty: ")
+    refused(call("generate", "decoder", "a", "--tokens", 10**12), "tokens: ", "1,000,000")
+
+
 def test_translate_takes_one_text_or_many_and_the_n_best(home: Path) -> None:
     m = load(home, "both")
     one = m.translate("ein Hund", tokens=8)

@@ -257,7 +257,7 @@ def test_the_stored_sinusoids_of_marian_are_not_read(tmp_path: Path) -> None:
         for side in ("encoder", "decoder")
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    assert opened(tmp_path).config.output == Softmax(bias=True)
+    assert opened(tmp_path).config.output == Softmax(bias=True, fixed=True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import sha256, temporary, write_atomic
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Lay, Shaped, Transformer, build, check_weights, empty, weights
+from trivium.models.transformer import Lay, Shaped, Transformer, check_weights, empty, shapes_of, weights
 from trivium.parts.quantized import (
     LEVELS,
     TABLE,
@@ -94,7 +94,7 @@ def open_bundle(
         raise CheckpointError(f"{folder / TOKENIZER} is not the tokenizer this model was trained with; restore it")
     found = format.stored(file)
     try:
-        shape = build(settings.load(ModelConfig, facts["config"], parts=parts), device="meta")
+        shape = shapes_of(settings.load(ModelConfig, facts["config"], parts=parts))
         if facts["format"] == FORMAT:
             module = _quantized(shape, found, facts["bits"], lay, tick)
         else:
@@ -113,7 +113,7 @@ def model_from(
 ) -> Transformer:
     """A model of the configuration in `table`, filled with `tensors`; `lay` sees it before that."""
     try:
-        shape = build(settings.load(ModelConfig, table, parts=parts), device="meta")
+        shape = shapes_of(settings.load(ModelConfig, table, parts=parts))
         return _filled(shape, tensors, lay, tick=lambda what, done, of: None)
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be opened: {error}") from None
@@ -144,7 +144,7 @@ def _told(module: Transformer, tick: Tick) -> Iterator[tuple[str, Tensor]]:
 
 def stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a quantised model as a file has them: embeddings too as levels, which are float in use."""
-    tables = embeddings(build(config, device="meta"))
+    tables = embeddings(shapes_of(config))
     result = {name: tensor for name, tensor in tensors.items() if name not in tables}
     for name in tables:
         result |= dict(zip(_packed(name), pack(tensors[name], TABLE), strict=True))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError
+from trivium.generation.checks import require_whole
 from trivium.generation.engine import evaluating
 from trivium.models.transformer import Transformer
 from trivium.text.tokenizer import Tokenizer
@@ -137,6 +138,7 @@ def score_many(
     context = model.config.context
     if model.config.family != "decoder":
         raise RequestError(f"the likelihood of a text needs a decoder, this model is an {model.config.family}")
+    require_whole("stride", stride, None, None, "0 means the context")
     if not 0 <= stride <= context:
         raise RequestError(f"stride: {stride} is not between 1 and the context of {context}; 0 means the context")
     given = [_array(ids, model.config.vocab) for ids in texts]

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from trivium.errors import RequestError
+from trivium.generation.checks import SAMPLES, require_whole, texts_of
 from trivium.generation.engine import Request, Stream, Token, continuous, stream
 from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Prompt, Scorer
@@ -194,8 +195,7 @@ def complete(
 
     `stop_ids` end a text as the END id does. With `speculate` rows come one after another, several tokens at once.
     """
-    if n < 1:
-        raise RequestError(f"n: {n} is less than 1; ask for at least one sample")
+    require_whole("n", n, 1, SAMPLES, f"ask for 1 to {SAMPLES:,} samples")
     _check(stop)
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     read = [prompt_of(scorer, tokenizer, prompt) for prompt in prompts]
@@ -282,5 +282,5 @@ def _request(
 def _check(stop: Sequence[str]) -> None:
     if isinstance(stop, str):
         raise RequestError(f"stop: {stop!r} is one string; give a list, [{stop!r}]")
-    if "" in stop:
+    if "" in texts_of("stop", stop):
         raise RequestError('stop: "" is in every text; leave it out')

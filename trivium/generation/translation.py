@@ -7,6 +7,7 @@ from typing import Literal
 
 from trivium.errors import RequestError
 from trivium.generation.beam import Beam, Found, Search, poolable, search
+from trivium.generation.checks import TOKENS, require_whole, text_of
 from trivium.generation.scorer import Prompt, Scorer
 from trivium.generation.text import continued, never, prompt_of
 from trivium.models.transformer import Transformer
@@ -48,6 +49,9 @@ def search_texts(
     tokenizer has as >>language<<; `stop_ids` end a text as the END id does; `rows` beams are decoded at a time, 0 means
     what suits the device; `tick` hears how many texts are done.
     """
+    require_whole("tokens", tokens, 0, TOKENS, "0 means 50 more than the source has")
+    require_whole("rows", rows, 0, None, "0 means what suits the device")
+    text_of("language", language)
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     prompts = [prompt_of(scorer, tokenizer, text, language=language) for text in texts]
     _check(scorer, tokenizer, prompts)

@@ -15,7 +15,7 @@ from trivium.parts.feedforward import Glu, Mlp
 from trivium.parts.positions import NoScaling, Ntk, Rotary
 from trivium.parts.site import Site
 
-_TRAINING = ("dropout", "omit", "init")  # settings that only training reads
+_TRAINING = ("dropout", "omit", "init", "fixed")  # settings that only training reads
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:

@@ -17,7 +17,7 @@ from trivium.interop.foreign import Foreign, Say, Tick
 from trivium.interop.names import SAME, Rules
 from trivium.interop.pooling import MODULES, pooling
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Lay, Transformer, build, empty, weights
+from trivium.models.transformer import Lay, Transformer, empty, shapes_of, weights
 from trivium.text.published import read_tokenizer
 from trivium.text.tokenizer import Tokenizer
 
@@ -90,7 +90,7 @@ def filled(
 ) -> Transformer:
     """A model of `config` in evaluation mode with the tensors that `rules` find, or else a refusal with the `hint`."""
     shapes = {name: entry.shape for name, entry in found.items()}
-    plan = rules.match(shapes, weights(build(config, device="meta")), where, hint=hint)
+    plan = rules.match(shapes, weights(shapes_of(config)), where, hint=hint)
     for step in plan.steps:
         shards.check(step.source, found[step.source])
     for copy, original in plan.copies:

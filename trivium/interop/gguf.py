@@ -26,7 +26,7 @@ from trivium.interop.names import Plan, Rule, Rules, Same, attention, same
 from trivium.interop.quants import dequantise
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets.llama import Shape, llama
-from trivium.models.transformer import Lay, Transformer, build, empty, weights
+from trivium.models.transformer import Lay, Transformer, empty, shapes_of, weights
 from trivium.parts.attention import MultiHead
 from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Scaling, Yarn
 from trivium.parts.positions.scaling import plain
@@ -102,7 +102,7 @@ def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: Non
         fields = Fields(table, f"{path}: {name}")
         try:
             config = _config(file, fields, kind)
-            bare = build(config, device="meta")
+            bare = shapes_of(config)
         except ConfigError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.problems[0]}") from None
         shapes = {tensor: info.shape for tensor, info in file.tensors.items()}

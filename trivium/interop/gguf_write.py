@@ -27,7 +27,7 @@ from trivium.interop.proof import Mismatch
 from trivium.interop.quants import FORMATS, Format, q8_0
 from trivium.models.config import ModelConfig
 from trivium.models.presets.llama import Shape
-from trivium.models.transformer import Transformer, build, weights
+from trivium.models.transformer import Transformer, shapes_of, weights
 from trivium.parts.attention import MultiHead
 from trivium.parts.feedforward import Glu
 from trivium.parts.norms import RMSNorm
@@ -73,7 +73,7 @@ def export_gguf(
     if path.exists():
         raise CheckpointError(f"{path} already exists; delete it or name another file")
     target = find(module.config)
-    meta = build(module.config, device="meta")
+    meta = shapes_of(module.config)
     if weights(module).keys() != weights(meta).keys():
         raise RequestError("this model has adapters or quantised weights; merge them, or export the model it came from")
     settings = _settings(target, bits)

@@ -22,7 +22,7 @@ from trivium.interop.fields import Fields
 from trivium.interop.folder import CONFIG, GENERATION, open_model
 from trivium.interop.foreign import Say
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Transformer, build, weights
+from trivium.models.transformer import Transformer, shapes_of, weights
 from trivium.objectives.hiding import PADDING
 from trivium.parts.embeddings import Tokens
 from trivium.text.adopt import Frame
@@ -97,7 +97,7 @@ def _labelled(target: Target, labels: Sequence[str]) -> Target:
 
 def find(config: ModelConfig) -> Target:
     """The first architecture whose settings, read back, compute the same; else the nearest one names what it lacks."""
-    plain, own = resolved(config), weights(build(config, device="meta"))
+    plain, own = resolved(config), weights(shapes_of(config))
 
     def reading(architecture: Architecture) -> ModelConfig:
         fields = Fields(architecture.write(plain), CONFIG)
@@ -116,7 +116,7 @@ def _write(
     module: Transformer, folder: Path, target: Target, special: Mapping[str, Sequence[int]], own_ids: bool
 ) -> None:
     own = weights(module)
-    plain = weights(build(module.config, device="meta"))
+    plain = weights(shapes_of(module.config))
     if own.keys() != plain.keys():
         raise RequestError("this model has adapters or quantised weights; merge them, or export the model it came from")
     rules = target.architecture.rules(module.config)

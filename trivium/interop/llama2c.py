@@ -17,7 +17,7 @@ from trivium.errors import CheckpointError, ConfigError, DataError
 from trivium.interop.foreign import Foreign, Say, Tick
 from trivium.interop.gguf import Pairs
 from trivium.models.presets.llama import Shape, llama
-from trivium.models.transformer import Lay, build, empty, weights
+from trivium.models.transformer import Lay, empty, shapes_of, weights
 from trivium.parts.site import MOST
 from trivium.text.adopt import Frame, Roles
 from trivium.text.library import SPACE
@@ -66,7 +66,7 @@ def _open(path: Path, file: BufferedReader, tick: Tick, lay: Lay) -> Foreign:
         )
     try:
         config = llama(shape)
-        own = weights(build(config, device="meta"))
+        own = weights(shapes_of(config))
     except ConfigError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.problems[0]}") from None
     names = list(_each(header.order, shape.layers))

@@ -13,6 +13,7 @@ from trivium.parts.attention import ATTENTIONS, Attention, MultiHead, MultiHeadA
 from trivium.parts.cache import LayerCache
 from trivium.parts.dropout import dropout, locked
 from trivium.parts.feedforward import FEEDFORWARDS, FeedForward, GluFeedForward, Mlp, MlpFeedForward
+from trivium.parts.hooks import has_hooks
 from trivium.parts.linear import Linear, lent
 from trivium.parts.masks import Resolved
 from trivium.parts.norms import NORMS, LayerNorm, Norm
@@ -156,7 +157,8 @@ class StandardBlock(nn.Module):
         self, around: nn.Module, part: nn.Module, x: Tensor, fork: Fork | None, *given: Any, **named: Any
     ) -> Tensor:
         """The stream behind a part, which is told what was `given`."""
-        writer = part.writer if isinstance(part, LENDERS) else None
+        # a hook may change the part's output: the gradient of the norm's input is not that of the bias then
+        writer = part.writer if isinstance(part, LENDERS) and not has_hooks(part) else None
         # in float8 the compiler rounds what is normed, and its gradient, in passing: the kernel would be one more read
         kept = (self.training and self.lock) or (isinstance(writer, Linear) and writer.narrow)
         if fork is None or kept or not isinstance(around, PostConnection) or not around.forks(x):

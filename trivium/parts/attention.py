@@ -20,8 +20,9 @@ from trivium.errors import ConfigError
 from trivium.parts.cache import LayerCache, Shape
 from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8
-from trivium.parts.linear import Linear, columns, in_float8, lending, matrix_of, product, together
+from trivium.parts.linear import Linear, columns, in_float8, is_plain, lending, matrix_of, product, together
 from trivium.parts.masks import Resolved
+from trivium.parts.mixers import Decoding
 from trivium.parts.norms import RMSNormed
 from trivium.parts.positions import Positions
 from trivium.parts.site import MOST, Cost, Site, matrix
@@ -31,7 +32,10 @@ PARTED = True  # one kernel for the gradients of the one product of queries, key
 
 
 class Attention(Protocol):
-    """The options of an attention part; positions inside it ask for its heads, masks for its window."""
+    """The options of an attention part; positions inside it ask for its heads, masks for its window.
+
+    The module that it builds declares `decoding` and `can_roll_back` (`mixers.py`).
+    """
 
     @property
     def heads(self) -> int: ...
@@ -111,6 +115,9 @@ class Packed(NamedTuple):
 
 
 class MultiHeadAttention(nn.Module):
+    decoding: Decoding = "mask"
+    can_roll_back = True
+
     def __init__(self, options: MultiHead, site: Site) -> None:
         super().__init__()
         groups, size, value = options.cache_shape(site)
@@ -284,8 +291,12 @@ class MultiHeadAttention(nn.Module):
 
         Of unequal parts it is no faster: an H200 took 1.6 % longer for TinyLlama's.
         """
-        plain = all(type(layer) is Linear for layer in (self.query, self.key, self.value))
-        return x.device.type == "cuda" and torch.is_grad_enabled() and plain and self._alike
+        return x.device.type == "cuda" and torch.is_grad_enabled() and self._alike and self._plain
+
+    @property
+    def _plain(self) -> bool:
+        """Whether the weights of queries, keys and values say all about their layers."""
+        return is_plain(self.query) and is_plain(self.key) and is_plain(self.value)
 
     @property
     def _alike(self) -> bool:
@@ -330,14 +341,15 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def side_by_side(self) -> Packed | None:
-        """What was packed, unless somebody has put other weights in their place."""
-        return self.packed if self.packed is not None and self.packed.places == self._places() else None
+        """The packed matrix, unless a layer was wrapped, replaced or hooked, or has other weights since."""
+        packed = self.packed
+        return packed if packed is not None and self._plain and packed.places == self._places() else None
 
     def pack(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""
         layers = (self.query, self.key, self.value)
-        if not all(isinstance(layer, Linear) for layer in layers):
-            return  # quantised: there is no matrix to lay out
+        if not all(type(layer) is Linear for layer in layers):
+            return  # quantised, wrapped or parametrised: there is no matrix of their own to lay out
         if len({layer.in_features for layer in layers}) > 1:
             return  # cross-attention to another width
         sizes = [layer.out_features for layer in layers]

@@ -17,7 +17,7 @@ from trivium.parts.dropout import dropout, locked
 from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8, rectify
 from trivium.parts.kernels.eager import SquaredRelu, wanted
-from trivium.parts.linear import Linear, in_float8, lending, matrix_of, product, together
+from trivium.parts.linear import Linear, in_float8, is_plain, lending, matrix_of, product, together
 from trivium.parts.site import MOST, Cost, Site, matrix
 
 Activation = Literal[
@@ -196,7 +196,7 @@ def _down(
 
 def _narrow(x: Tensor, *layers: nn.Module) -> bool:
     """Whether one product in float8 does for these layers."""
-    plain = [layer for layer in layers if type(layer) is Linear and layer.narrow]
+    plain = [layer for layer in layers if is_plain(layer) and layer.narrow]
     return len(plain) == len(layers) and in_float8(x, sum(layer.out_features for layer in plain))
 
 
@@ -204,7 +204,7 @@ def _by_kernel(x: Tensor, *layers: nn.Module) -> bool:
     """Whether these layers go with the kernels: in training on a GPU in bfloat16, by their own plain products."""
     if not BEND or x.device.type != "cuda" or not torch.is_grad_enabled():
         return False
-    return working(x) == torch.bfloat16 and all(type(layer) is Linear and not layer.narrow for layer in layers)
+    return working(x) == torch.bfloat16 and all(is_plain(layer) and not layer.narrow for layer in layers)
 
 
 def _bent(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, gated: bool = False) -> Tensor:

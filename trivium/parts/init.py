@@ -18,7 +18,7 @@ class Init(Protocol):
     """The options of an initialisation: fills every matrix and table of a model in place.
 
     Matrices are the package's `Linear` layers; tables are what a module names in its attribute `tables`. Whatever else
-    a part has (gains, slopes, scalars) keeps the value that its constructor gave it.
+    a part has (gains, slopes, scalars) keeps the value that its constructor gave it; what has none is refused.
     """
 
     def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None: ...

@@ -19,7 +19,7 @@ from trivium.parts.feedforward import ACTIVATIONS, Activation
 from trivium.parts.hardware import working
 from trivium.parts.kernels.loss import IGNORED as IGNORED
 from trivium.parts.kernels.loss import summed
-from trivium.parts.linear import Linear
+from trivium.parts.linear import Linear, give_bias, is_plain
 from trivium.parts.norms import NORMS, LayerNorm, Norm
 from trivium.parts.site import Cost, Site, matrix
 
@@ -51,19 +51,23 @@ class Softmax:
     cap: float = 0.0
     scale: Literal["none", "root"] = "none"  # root: states divided by sqrt(width) before the matrix (T5 when tied)
     bias: bool = False
+    fixed: bool = False  # the bias is a buffer: loaded and saved, but no parameter and not trained (BART, Marian)
     dropout: float = 0.0  # of the states before the matrix
 
     def __post_init__(self) -> None:
         fraction("dropout", self.dropout)
         if self.cap < 0:
             raise ConfigError(f"cap: {self.cap} is negative; 0 means no cap")
+        if self.fixed and not self.bias:
+            raise ConfigError("fixed: there is no bias to keep fixed; set bias to true")
 
     def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module:
         return SoftmaxOutput(self, site, tied)
 
     def cost(self, site: Site, *, tied: bool) -> Cost:
         whole = matrix(site.width, site.vocab)
-        parameters = (0 if tied else whole.parameters) + (site.vocab if self.bias else 0)
+        learned = self.bias and not self.fixed
+        parameters = (0 if tied else whole.parameters) + (site.vocab if learned else 0)
         return Cost(parameters, whole.flops, kept=site.width)  # logits are made and forgotten in chunks
 
 
@@ -102,7 +106,9 @@ class SoftmaxOutput(nn.Module):
         self.cap = options.cap
         self.scale = site.width**-0.5 if options.scale == "root" else 1.0
         self.dropout = options.dropout
-        self.project = _projection(site, tied, bias=options.bias)
+        self.project = _projection(site, tied, bias=options.bias and not options.fixed)
+        if options.fixed:
+            give_bias(self.project, torch.zeros(site.vocab))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The scores of every id, in the dtype of the model."""
@@ -196,7 +202,7 @@ def _chunked(
 
 def _fusible(project: nn.Module, hidden: Tensor) -> bool:
     """Whether the output is a plain matrix, and gradients need no scale against underflow as they do in float16."""
-    return isinstance(project, Linear) and working(hidden) != torch.float16
+    return is_plain(project) and working(hidden) != torch.float16
 
 
 def _summed(project: Linear, hidden_ND: Tensor, labels_N: Tensor, cap: float, smoothing: float) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trivium.parts.dropout import dropout
 from trivium.parts.hardware import working
+from trivium.parts.hooks import has_hooks
 from trivium.parts.norms import LayerNormed, Norm
 from trivium.parts.site import Cost, Site
 
@@ -138,12 +139,11 @@ class PostConnection(nn.Module):
     def forks(self, x: Tensor) -> bool:
         """Whether `fork` takes the place of `leave`: where gradients are made on a GPU, if it does the same.
 
-        The stream is of bfloat16 then, the norm's weights are not, and there is no dropout. Hooks of the norm, and of
-        the last layer of a part that lends its bias, are not called.
+        The stream is of bfloat16 then, the norm's weights are not, and there is neither dropout nor a hook on the norm.
         """
         if not FORKED or x.device.type != "cuda" or not torch.is_grad_enabled() or (self.training and self.dropout):
             return False
-        if type(self.norm) is not LayerNormed or self.norm.weight.dtype != torch.float32:
+        if type(self.norm) is not LayerNormed or has_hooks(self.norm) or self.norm.weight.dtype != torch.float32:
             return False
         return x.dtype == working(x) == torch.bfloat16 and x.shape[-1] <= WIDEST
 

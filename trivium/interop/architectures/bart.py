@@ -51,7 +51,7 @@ def _read_both(
         embedding=replace(embedding, scale="root" if scaled else "none", dropout=rate),
         encoder=encoder,
         decoder=replace(decoder, block=crossed),
-        output=Softmax(bias=_BIAS in found),
+        output=Softmax(bias=_BIAS in found, fixed=_BIAS in found),  # a buffer there
         init=Gpt(),
     )
 
