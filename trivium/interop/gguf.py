@@ -87,7 +87,7 @@ def rules(config: ModelConfig, kind: Kind) -> Rules:
     return Rules(table=table, copies={}, ignored=(FREQUENCIES,))
 
 
-def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None) -> Foreign:
+def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None, fill: bool = True) -> Foreign:
     """The model in a GGUF file in float32, whatever the format of its numbers, and its tokenizer."""
     with GgufFile(path) as file:
         name = file.settings.get("general.architecture")
@@ -108,9 +108,10 @@ def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: Non
         shapes = {tensor: info.shape for tensor, info in file.tensors.items()}
         plan = rules(config, kind).match(shapes, weights(bare), str(path))
         tokenizer, notes = read_text(file.settings, config.vocab, str(path), say=say)
-        module = empty(config)
-        lay(module)
-        _fill(module, file, plan, tick)
+        module = empty(config) if fill else bare
+        if fill:
+            lay(module)
+            _fill(module, file, plan, tick)
     if fields.ignored:
         say(f"{path.name}: not read: {', '.join(fields.ignored)}")
     facts = {"format": "gguf", "architecture": name, "ignored": list(fields.ignored), **notes}

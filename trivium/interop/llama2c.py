@@ -46,16 +46,16 @@ class _Header(NamedTuple):
     start: int  # where they begin
 
 
-def open_llama2c(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None) -> Foreign:
+def open_llama2c(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None, fill: bool = True) -> Foreign:
     """The model in a llama2.c file, and the tokenizer of `tokNNN.bin` (NNN ids) or `tokenizer.bin` beside it."""
     try:
         with path.open("rb") as file:
-            return _open(path, file, tick, lay)
+            return _open(path, file, tick, lay, fill)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _open(path: Path, file: BufferedReader, tick: Tick, lay: Lay) -> Foreign:
+def _open(path: Path, file: BufferedReader, tick: Tick, lay: Lay, fill: bool) -> Foreign:
     header = _header(path, file.read(_HEADER))
     shape = header.shape
     held = header.start + 4 * sum(_numbers(name, shape) for name in header.order)
@@ -71,11 +71,12 @@ def _open(path: Path, file: BufferedReader, tick: Tick, lay: Lay) -> Foreign:
         raise CheckpointError(f"{path} cannot be opened: {error.problems[0]}") from None
     names = list(_each(header.order, shape.layers))
     assert {name for name in names if name} == own.keys()
-    module = empty(config)
-    lay(module)  # before it is filled: nothing is held twice
+    module = empty(config) if fill else shapes_of(config)
+    if fill:
+        lay(module)  # before it is filled: nothing is held twice
     own = weights(module)
     file.seek(header.start)
-    for done, name in enumerate(names):
+    for done, name in enumerate(names if fill else []):
         if name:
             _read(path, file, own[name], _form(name, shape))
         else:

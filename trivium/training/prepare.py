@@ -52,6 +52,8 @@ from trivium.training.stages import stage
 from trivium.training.timeline import Timeline, times
 from trivium.training.validate import validate
 
+START = "start.json"  # what the finished model keeps of the one that it began with
+
 Say = Callable[[str], None]
 Tick = Callable[[str, int, int], None]  # what is going on, how far, of how much
 
@@ -155,6 +157,8 @@ def lay(
             ground = replace(ground, recipe=_with_micro(ground, say, clock))
             ground = _with_budget(ground, say, clock)
         tokenizer.save(scratch / "tokenizer.json")
+        if notes := start.notes(recipe):
+            write_synced(scratch / START, (json.dumps(notes, ensure_ascii=False) + "\n").encode())
         write_synced(scratch / "config.toml", settings.write(ground.recipe).encode())
         write_synced(scratch / "env.json", (json.dumps(environment(recipe), indent=2) + "\n").encode())
         try:
@@ -253,6 +257,15 @@ def beginning(ground: Ground, total: int | Timeline) -> Job:
         ) from None
 
 
+def start_notes(folder: Path) -> dict[str, Any]:
+    """What the model of a run keeps of its start."""
+    try:
+        found = json.loads((folder / START).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def trackers(ground: Ground) -> list[track.Tracker]:
     """Who hears of a run's numbers beside metrics.jsonl, as `track` says."""
     return track.trackers(ground.folder, ground.recipe.track)
@@ -272,7 +285,8 @@ def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick, clock: Callable[[
         tick("tokenizer", done, size)
 
     with stage("tokenizer", say, clock) as current:
-        tokenizer = _extended(recipe.tokenizer.build(training_texts(recipe.data, read=read)), recipe)
+        found = start.known_tokenizer(recipe) or recipe.tokenizer.build(training_texts(recipe.data, read=read))
+        tokenizer = _extended(found, recipe)
         current.detail = f"{tokenizer.size:,} ids"
     with stage("data", say, clock) as current:
         shards = build_shards(

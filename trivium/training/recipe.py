@@ -17,6 +17,7 @@ from trivium.objectives.table import OBJECTIVES
 from trivium.optim.averaging import AVERAGES, Averaging, NoAverage
 from trivium.optim.optimizers import OPTIMIZERS, AdamW, Optim
 from trivium.optim.schedules import SCHEDULES, Cosine, Schedule
+from trivium.parts.output import NoOutput
 from trivium.text.kinds import TOKENIZERS, Bpe
 from trivium.training.spikes import SPIKES, Rollback, Spikes
 from trivium.training.timeline import Knot, Timeline
@@ -191,6 +192,11 @@ class Recipe:
         left_open = self.start and self.model == MODEL
         if not left_open and self.model.family not in self.objective.families:
             raise ConfigError(_untrainable(self.objective, self.model))
+        if not left_open and isinstance(self.model.output, NoOutput):
+            kind = kind_of(self.objective, OBJECTIVES)
+            raise ConfigError(
+                f"model.output: none has no vocabulary, and nothing to learn by objective={kind}; set one"
+            )
 
     @property
     def micro(self) -> int:

@@ -409,6 +409,7 @@ class Session:
                 self.notes.append(f"the model is that of step {step}, where the validation loss was lowest")
         scores = [r for r in self.record.metrics.rows() if r.get("kind") == "valid" and r["step"] == step]
         origin = {"run": self.recipe.name, "step": step, "valid": scores[-1] if scores else None}
+        origin = {**prepare.start_notes(self.folder), **origin}
         weights = job.weights_for_use() if tensors is None else tensors
         bundle.save(self.folder, self.recipe.model, weights, self.ground.tokenizer, origin)
         self.home.describe(repeatable(self.recipe, job.timeline))
