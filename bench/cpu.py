@@ -37,7 +37,7 @@ from trivium.interop.quantize import quantize
 from trivium.models.config import ModelConfig
 from trivium.models.presets import bert, gpt
 from trivium.models.transformer import arrange, build
-from trivium.objectives.causal import Causal
+from trivium.objectives.options import Causal
 from trivium.parts.hardware import set_allocator, trim_heap
 from trivium.parts.kernels import levels
 from trivium.parts.site import NoPart

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.oracle.copying import enliven
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import Attention, MultiHead
-from trivium.parts.cache import LayerCache, Shape
+from trivium.parts.cache import LayerCache
 from trivium.parts.linear import Linear
 from trivium.parts.masks import Resolved
-from trivium.parts.positions import Learned, NoPositions
+from trivium.parts.options.attention import Attention, MultiHead, Shape
+from trivium.parts.options.positions import Learned, NoPositions
 from trivium.parts.site import Cost, NoPart, Site, matrix
 
 

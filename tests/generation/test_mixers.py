@@ -26,11 +26,11 @@ from trivium.generation.scorer import Prompt, Scorer
 from trivium.generation.speculative import speculative
 from trivium.generation.states import logits_of
 from trivium.handle import Model
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
 from trivium.parts.mixers import can_roll_back, decoding_of
+from trivium.parts.options.attention import MultiHead
 
 VOCAB, END = 12, 3
 GREEDY = Sampling(temperature=0)

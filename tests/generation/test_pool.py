@@ -32,7 +32,7 @@ from trivium.generation.pool import Pool, Wish
 from trivium.generation.scorer import Prompt, Scorer
 from trivium.generation.translation import search_texts
 from trivium.models.transformer import Transformer, build
-from trivium.parts.output import NoOutput, Softmax
+from trivium.parts.options.output import NoOutput, Softmax
 
 VOCAB, BANNED = 300, 293
 LIMIT = VOCAB - 2  # ids from there on are never written

@@ -25,7 +25,7 @@ from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, build, weights
 from trivium.models.vocabulary import extend
 from trivium.optim.groups import trainable
-from trivium.parts.output import Softmax
+from trivium.parts.options.output import Softmax
 from trivium.text.kinds import Bytes
 
 NAME = "output.project.bias"

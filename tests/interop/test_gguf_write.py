@@ -29,13 +29,14 @@ from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS
 from trivium.models.presets.llama import Shape, llama
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu
-from trivium.parts.norms import LayerNorm
-from trivium.parts.output import Softmax
-from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Scaling, Yarn
-from trivium.parts.residual import Sandwich
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.output import Softmax
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.residual import Sandwich
+from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn
 
 VOCAB = 71
 

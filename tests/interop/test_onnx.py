@@ -28,7 +28,7 @@ from trivium.interop.onnx import export_onnx
 from trivium.models.config import AnyStack, ModelConfig, Stack
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, arrange
-from trivium.objectives.objective import PAD
+from trivium.objectives.options import PAD
 from trivium.parts.quantized import hollow
 from trivium.parts.sentence import PooledSentence
 from trivium.text.tokenizer import Tokenizer

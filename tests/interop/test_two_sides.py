@@ -33,8 +33,8 @@ from trivium.errors import CheckpointError
 from trivium.interop.hf import find
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, weights
-from trivium.parts.embeddings import Tokens
-from trivium.parts.output import Softmax
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.output import Softmax
 
 Draw = random.Random
 ACTIVATIONS = ["gelu", "relu", "gelu_new", "silu"]

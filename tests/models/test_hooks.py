@@ -21,14 +21,15 @@ from trivium.generation.banks import banks_of
 from trivium.generation.continuous import Engine
 from trivium.generation.engine import Request, stream
 from trivium.generation.sampling import Sampling
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build, lay_out
 from trivium.parts import attention
-from trivium.parts.attention import MultiHead, MultiHeadAttention
-from trivium.parts.feedforward import FeedForward, Glu, Mlp
+from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.hooks import any_hooks, fingerprint, has_hooks
 from trivium.parts.linear import Linear, is_plain, lent
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.feedforward import FeedForward, Glu, Mlp
 from trivium.parts.twins import Twins
 
 VOCAB = 30

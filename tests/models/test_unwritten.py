@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import trivium as tv
 from trivium.errors import ConfigError
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build, empty, load_weights, shapes_of, weights
 from trivium.parts.init import Gpt2
 from trivium.parts.site import Cost, Site

@@ -16,7 +16,7 @@ from trivium.generation.scorer import right_padded
 from trivium.generation.states import frame_of, framed
 from trivium.generation.supports import even_batches
 from trivium.models.transformer import Transformer
-from trivium.parts.embeddings import Tokens
+from trivium.parts.options.embeddings import Tokens
 from trivium.parts.sentence import PooledSentence
 from trivium.text.tokenizer import Tokenizer
 

@@ -20,9 +20,10 @@ from trivium.generation.lineage import Seen, vote
 from trivium.generation.scorer import Scorer
 from trivium.generation.slots import direct
 from trivium.models.transformer import Transformer
-from trivium.parts.cache import Cache, Shape
+from trivium.parts.cache import Cache
 from trivium.parts.hooks import any_hooks
 from trivium.parts.masks import Resolved
+from trivium.parts.options.attention import Shape
 
 STEPS, WORDS = 16, 16  # graphs are made for whole multiples of so many steps and source tokens
 GRAPHS = 256  # at most: each holds some megabytes of the device

@@ -15,7 +15,7 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Prompt, Scorer
 from trivium.generation.speculative import Speculate, speculative
 from trivium.models.transformer import Transformer
-from trivium.objectives.objective import PAD
+from trivium.objectives.options import PAD
 from trivium.text.framing import frame_of
 from trivium.text.stream import TextStream
 from trivium.text.tokenizer import Tokenizer

@@ -27,9 +27,9 @@ from trivium.interop.quants import dequantise
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets.llama import Shape, llama
 from trivium.models.transformer import Lay, Transformer, empty, shapes_of, weights
-from trivium.parts.attention import MultiHead
-from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Scaling, Yarn
-from trivium.parts.positions.scaling import plain
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn, plain
 
 FREQUENCIES = "rope_freqs.weight"  # what LLaMA 3.1 and later divide each frequency by
 

@@ -28,11 +28,11 @@ from trivium.interop.quants import FORMATS, Format, q8_0
 from trivium.models.config import ModelConfig
 from trivium.models.presets.llama import Shape
 from trivium.models.transformer import Transformer, shapes_of, weights
-from trivium.parts.attention import MultiHead
-from trivium.parts.feedforward import Glu
-from trivium.parts.norms import RMSNorm
-from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Scaling, Yarn
-from trivium.parts.positions.scaling import plain
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.feedforward import Glu
+from trivium.parts.options.norms import RMSNorm
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn, plain
 from trivium.text.tokenizer import Tokenizer
 
 Bits = Literal[32, 16, 8]

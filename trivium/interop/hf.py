@@ -23,8 +23,8 @@ from trivium.interop.folder import CONFIG, GENERATION, open_model
 from trivium.interop.foreign import Say
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import Transformer, shapes_of, weights
-from trivium.objectives.hiding import PADDING
-from trivium.parts.embeddings import Tokens
+from trivium.objectives.options import PADDING
+from trivium.parts.options.embeddings import Tokens
 from trivium.text.adopt import Frame
 from trivium.text.framing import PAD, frame_of
 from trivium.text.missing import MissingTokenizer

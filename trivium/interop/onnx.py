@@ -26,9 +26,9 @@ from trivium.interop.foreign import Say
 from trivium.interop.proof import Mismatch
 from trivium.models.transformer import Transformer, empty, load_weights, weights
 from trivium.objectives.masked import CLASS, SEPARATOR
-from trivium.objectives.objective import PAD
+from trivium.objectives.options import PAD
 from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.output import NoOutput
+from trivium.parts.options.output import NoOutput
 from trivium.parts.sentence import PooledSentence
 from trivium.text.published import write_tokenizer
 from trivium.text.tokenizer import Tokenizer

@@ -9,12 +9,12 @@ from typing import Literal, Protocol
 
 from trivium.config import at_least, fraction, place, variants
 from trivium.errors import ConfigError
-from trivium.models.block import BLOCKS, AnyBlock, Block
-from trivium.parts.boundary import BOUNDARIES, Boundary
-from trivium.parts.embeddings import EMBEDDINGS, Embedding, Tokens
+from trivium.models.options import BLOCKS, AnyBlock, Block
 from trivium.parts.init import INITS, Gpt2, Init
-from trivium.parts.output import OUTPUTS, Output, Softmax
-from trivium.parts.sentence import SENTENCES, Sentence
+from trivium.parts.options.boundary import BOUNDARIES, Boundary
+from trivium.parts.options.embeddings import EMBEDDINGS, Embedding, Tokens
+from trivium.parts.options.output import OUTPUTS, Output, Softmax
+from trivium.parts.options.sentence import SENTENCES, Sentence
 from trivium.parts.site import MOST, Cost, NoPart, Site
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from trivium.parts.hardware import working
 from trivium.parts.hooks import has_hooks
 from trivium.parts.kernels import fp8, onednn
-
-Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "transform", "pooler", "head"]
-
-# Layers that write into the residual stream: GPT-2 scales their init by depth.
-WRITERS: frozenset[Role] = frozenset({"attention-out", "down"})
-# Layers whose products may be narrow: most of the work, and their outputs are normed, added up or softmaxed soon.
-NARROW: frozenset[Role] = frozenset({"query", "key", "value", "attention-out", "up", "gate", "down", "head"})
+from trivium.parts.roles import NARROW, Role
 
 
 class Linear(nn.Linear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from trivium.parts.dropout import dropout
 from trivium.parts.hardware import working
 from trivium.parts.hooks import has_hooks
-from trivium.parts.norms import LayerNormed, Norm
-from trivium.parts.site import Cost, Site
+from trivium.parts.norms import LayerNormed
 
 # Whether the kernel of kernels/postnorm.py makes the gradients of a norm behind a part, in training on a GPU.
 FORKED = find_spec("triton") is not None
@@ -25,69 +23,6 @@ class Connection(Protocol):
 
     def enter(self, x: Tensor) -> Tensor: ...
     def leave(self, x: Tensor, y: Tensor) -> Tensor: ...
-
-
-class Residual(Protocol):
-    """The options of a residual scheme."""
-
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module: ...
-    def final(self, site: Site, norm: Norm) -> nn.Module: ...
-    def cost(self, site: Site, norm: Norm) -> Cost: ...
-    def final_cost(self, site: Site, norm: Norm) -> Cost: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pre:
-    """`x + drop(F(norm(x)))` and one norm after the stack: GPT-2, T5, LLaMA."""
-
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
-        return PreConnection(norm.build(site), rate)
-
-    def final(self, site: Site, norm: Norm) -> nn.Module:
-        return norm.build(site)
-
-    def cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site)
-
-    def final_cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
-    """`norm(x + drop(F(x)))` and no final norm: Vaswani, GPT-1, BERT."""
-
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
-        return PostConnection(norm.build(site), rate)
-
-    def final(self, site: Site, norm: Norm) -> nn.Module:
-        return nn.Identity()
-
-    def cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site)
-
-    def final_cost(self, site: Site, norm: Norm) -> Cost:
-        return Cost()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sandwich:
-    """`x + norm(drop(F(norm(x))))` and one norm after the stack: CogView, Gemma 2."""
-
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
-        return SandwichConnection(norm.build(site), norm.build(site), rate)
-
-    def final(self, site: Site, norm: Norm) -> nn.Module:
-        return norm.build(site)
-
-    def cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site).plus(norm.cost(site))
-
-    def final_cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site)
-
-
-RESIDUALS: dict[str, type[Residual]] = {"pre": Pre, "post": Post, "sandwich": Sandwich}
 
 
 class PreConnection(nn.Module):

@@ -11,7 +11,7 @@ from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import with_vocab
-from trivium.optim.averaging import Ema
+from trivium.optim.options import Ema
 from trivium.planner.memory import FLOAT, Memory, free_memory, gigabytes, training_memory
 from trivium.training.recipe import Recipe
 

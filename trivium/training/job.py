@@ -15,7 +15,7 @@ from trivium.data.packed import Examples
 from trivium.models.transformer import Transformer, load_weights, weights
 from trivium.objectives.objective import Task
 from trivium.optim.averaging import Average
-from trivium.optim.optimizers import Optimizer
+from trivium.optim.stepper import Optimizer
 from trivium.parts.twins import Twins
 from trivium.training.guards import Soundness
 from trivium.training.recipe import Recipe

@@ -29,9 +29,8 @@ from trivium.data.shards import Shards, Stream
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import write_synced
 from trivium.models.transformer import build, with_vocab
-from trivium.objectives.masked import Masked
 from trivium.objectives.objective import Task
-from trivium.objectives.seq2seq import Seq2Seq
+from trivium.objectives.options import Masked, Seq2Seq
 from trivium.optim.onepass import with_twins
 from trivium.parts.linear import narrowed
 from trivium.text.kinds import File

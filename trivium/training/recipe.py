@@ -11,13 +11,10 @@ from trivium.data.config import DataConfig
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
-from trivium.objectives.causal import Causal
-from trivium.objectives.objective import Objective
-from trivium.objectives.table import OBJECTIVES
-from trivium.optim.averaging import AVERAGES, Averaging, NoAverage
-from trivium.optim.optimizers import OPTIMIZERS, AdamW, Optim
+from trivium.objectives.options import OBJECTIVES, Causal, Objective
+from trivium.optim.options import AVERAGES, OPTIMIZERS, AdamW, Averaging, NoAverage, Optim
 from trivium.optim.schedules import SCHEDULES, Cosine, Schedule
-from trivium.parts.output import NoOutput
+from trivium.parts.options.output import NoOutput
 from trivium.text.kinds import TOKENIZERS, Bpe
 from trivium.training.spikes import SPIKES, Rollback, Spikes
 from trivium.training.timeline import Knot, Timeline

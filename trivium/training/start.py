@@ -26,9 +26,9 @@ from trivium.interop.load import is_foreign, open_foreign
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import empty, load_weights, weights
 from trivium.models.vocabulary import extend
-from trivium.objectives.table import OBJECTIVES
-from trivium.optim.optimizers import OPTIMIZERS
-from trivium.parts.output import NoOutput
+from trivium.objectives.options import OBJECTIVES
+from trivium.optim.options import OPTIMIZERS
+from trivium.parts.options.output import NoOutput
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training.job import Job
