@@ -138,3 +138,56 @@ def test_the_distance_is_that_of_its_definition(one: str, other: str) -> None:
 def test_a_preset_with_two_letters_exchanged_is_found(name: str) -> None:
     near: Sequence[str] = suggest._close(name[:-2] + name[-1] + name[-2], sorted(PRESETS))
     assert name in near or name[-1] == name[-2] or name[:-2] + name[-1] + name[-2] in PRESETS
+
+
+def test_a_later_budget_replaces_an_earlier_one() -> None:
+    file = {"budget": {"minutes": 10}}
+    assert load(Recipe, file, assignments(["budget.steps=100"])).budget.steps == 100
+    assert load(Recipe, file, assignments(["budget.steps=100"])).budget.minutes == 0
+    assert load(Recipe, file, {"budget": {"tokens": 5}}, assignments(["budget.minutes=2"])).budget.minutes == 2
+    assert load(Recipe, assignments(["budget.tokens=7"]), start=load(Recipe, file)).budget.tokens == 7
+    unchanged = load(Recipe, file, assignments(["budget.steps=0"])).budget
+    assert (unchanged.steps, unchanged.minutes) == (0, 10)
+    with pytest.raises(ConfigError, match="not several; leave steps out"):
+        load(Recipe, file, assignments(["budget.steps=100", "budget.tokens=5"]))
+    with pytest.raises(ConfigError, match="not several"):
+        load(Recipe, {"budget": {"steps": 5, "minutes": 1}})
+
+
+def test_later_data_replaces_an_earlier_form_of_it() -> None:
+    file = {"data": {"source": "a.en", "target": "a.de", "valid_source": "v.en", "valid_target": "v.de"}}
+    found = load(Recipe, file, assignments(["data.pairs=b.tsv"])).data
+    assert (found.pairs, found.source, found.valid_target) == ("b.tsv", "", "")
+    text = {"data": {"paths": ["a.txt", "b.txt"], "weights": [0.5, 0.5]}}
+    found = load(Recipe, text, assignments(["data.pairs=b.tsv"])).data
+    assert (found.pairs, found.paths, found.weights) == ("b.tsv", (), ())
+    with pytest.raises(ConfigError, match="text or pairs, not both"):
+        load(Recipe, assignments(["data.pairs=b.tsv", "data.paths=a.txt"]))
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("a.txt,b.txt", ("a.txt", "b.txt")),
+        ("a.txt, b.txt,", ("a.txt", "b.txt")),
+        ("a.txt", ("a.txt",)),
+        ('["a,b.txt"]', ("a,b.txt",)),
+        ('["a.txt", "b.txt"]', ("a.txt", "b.txt")),
+        ('"a,b.txt"', ("a,b.txt",)),
+        ("2024,2025", ("2024", "2025")),
+        ("", ()),
+    ],
+)
+def test_a_list_is_typed_with_commas_or_as_in_a_file(typed: str, expected: tuple[str, ...]) -> None:
+    assert load(Recipe, assignments([f"data.paths={typed}"])).data.paths == expected
+
+
+def test_lists_of_numbers_and_of_choices_are_typed_with_commas() -> None:
+    found = load(Recipe, assignments(["data.columns=2,0", "track=csv,tensorboard", "data.weights=0.5, 2"]))
+    assert found.data.columns == (2, 0)
+    assert found.data.weights == (0.5, 2.0)
+    assert found.track == ("csv", "tensorboard")
+    with pytest.raises(ConfigError, match="expects a whole number, not 'x'"):
+        load(Recipe, assignments(["data.columns=1,x"]))
+    with pytest.raises(ConfigError, match="'csw' is not one of csv, tensorboard; did you mean csv"):
+        load(Recipe, assignments(["track=csw"]))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trivium.errors import ConfigError
-from trivium.layers import only_path
+from trivium.layers import latest, only_path
 from trivium.suggest import Unknown, nearest, setting
 
 T = TypeVar("T")
@@ -209,6 +209,7 @@ class _Loader:
     def fields(self, base: Any, layers: list[dict[str, Any]], key: str) -> Any:
         cls = type(base)
         self.bases[key] = base
+        base, layers = latest(base, layers)
         hints, fields = _hints(cls), {field.name: field for field in dataclasses.fields(cls)}
         for name, value in {name: layer[name] for layer in layers for name in layer if name not in fields}.items():
             kinds = {kind: _names(one) for kind, one in self.kinds.get(key, {}).items()}
@@ -264,7 +265,7 @@ def _convert(hint: Any, value: Any) -> Any:
         raise ValueError(f"{_show(value)} is not one of {', '.join(map(str, args))}{nearest(str(value), args)}")
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            value = [typed if args[0] is str else value]
+            value = _items(typed) if isinstance(typed, Text) else [value]
         return tuple(_convert(args[0], item) for item in value)
     if hint is bool and isinstance(value, bool):
         return value
@@ -275,6 +276,13 @@ def _convert(hint: Any, value: Any) -> Any:
     if hint is str and isinstance(value, str | Path):
         return _unicode(_unquote(value) if isinstance(value, Text) else str(value))
     raise ValueError(f"expects {_NAMES.get(hint, hint)}, not {_show(value)}")
+
+
+def _items(text: Text) -> list[Text]:
+    """The items of a list on the command line, parted by commas; a text in quotes is one item."""
+    if text[:1] in ("'", '"') and isinstance(_typed(text), str):
+        return [text]
+    return [Text(item.strip()) for item in text.split(",") if item.strip()]
 
 
 def _convert_any(hints: Sequence[Any], value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trivium.config import at_least, kind_of, place, preset
 from trivium.data.config import DataConfig
@@ -49,6 +49,7 @@ class BatchConfig:
 class Budget:
     """How long to train: one of the three. Minutes become steps by timing, once, at the start."""
 
+    ALTERNATIVES: ClassVar = (("steps",), ("tokens",), ("minutes",))
     steps: int = 0
     tokens: int = 0
     minutes: float = 0.0
@@ -58,7 +59,7 @@ class Budget:
         if min(self.steps, self.tokens, self.minutes) < 0:
             raise ConfigError("a budget cannot be negative")
         if len(given) > 1:
-            raise ConfigError(f"{given[1]}: a budget is steps, tokens or minutes, not several; set {given[0]} to 0")
+            raise ConfigError(f"{given[1]}: a budget is steps, tokens or minutes, not several; leave {given[0]} out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
