@@ -28,6 +28,9 @@ app.add_typer(tokenizer_app, name="tokenizer")
 
 Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the file.")]
 Runs = Annotated[Path, typer.Option("--runs", help="The folder of runs.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Where the recipe's data lies, if not in the current folder.", metavar="FOLDER")
+]
 RUNS = Path("runs")
 _WIDEST = 80  # characters of a note
 
@@ -59,9 +62,7 @@ def train(
     source: Annotated[Path, typer.Argument(help="A recipe (TOML), or a run's folder to go on with.")],
     settings: Settings = None,
     runs: Runs = RUNS,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Where the recipe's data lies, if not in the current folder.")
-    ] = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Train a model from a recipe, or go on with a run exactly where it stopped."""
     from trivium import config
@@ -180,13 +181,22 @@ def presets(as_json: Json = False) -> None:
 
 @app.command()
 def config(
-    source: Annotated[Path, typer.Argument(help="A recipe.")], settings: Settings = None, as_json: Json = False
+    source: Annotated[Path, typer.Argument(help="A recipe.")],
+    settings: Settings = None,
+    runs: Runs = RUNS,
+    data_dir: DataDir = None,
+    as_json: Json = False,
 ) -> None:
-    """Check a recipe and print every setting it resolves to."""
+    """Check a recipe as `train` would, and print every setting it resolves to."""
     from trivium import config as loader
-    from trivium.training.run import read_recipe
+    from trivium.training.checks import ready, taken
+    from trivium.training.run import read_recipe, with_data_below
 
     recipe = read_recipe(source, loader.assignments(settings or []))
+    ready(with_data_below(recipe, data_dir), None, say=lambda text: None)
+    folder = runs / recipe.name
+    if folder.exists():  # no fault of the recipe: somebody may want to see what a run was made from
+        typer.echo(f"note: {taken(folder)}", err=True)
     if as_json:
         print_json(loader.dump(recipe))
     else:

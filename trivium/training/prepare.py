@@ -28,7 +28,6 @@ from trivium.data.shards import Shards, Stream
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import write_synced
 from trivium.models.transformer import build, with_vocab
-from trivium.objectives.masked import Masked
 from trivium.objectives.objective import Task
 from trivium.objectives.seq2seq import Seq2Seq
 from trivium.optim.onepass import with_twins
@@ -37,7 +36,8 @@ from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
 from trivium.training.calibrate import rows_that_fit, steps_for
-from trivium.training.device import autocast, current, environment, keep_compiled, keep_memory, repeatable, settle
+from trivium.training.checks import check_form, ready, taken
+from trivium.training.device import autocast, current, environment, keep_compiled, keep_memory, repeatable
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import computation
@@ -106,23 +106,9 @@ def lay(
 ) -> Ground:
     """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text."""
     folder = runs / recipe.name
-    if not recipe.name:
-        raise ConfigError("name: a run needs a name; add name=NAME")
-    if folder.exists():
-        raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}` or set another name")
-    if not (recipe.data.paths or recipe.data.paired):
-        raise ConfigError("data.paths: no text is named; add data.paths=FILE")
-    if not (recipe.budget.steps or recipe.budget.tokens or recipe.budget.minutes):
-        raise ConfigError(
-            "budget: nothing says how long to train; add budget.steps=N, budget.tokens=N or budget.minutes=N"
-        )
-    recipe = replace(settle(recipe), data=recipe.data.below(Path.cwd()))
-    recipe = start.taken_over(recipe, parts=parts, say=say)
+    recipe = ready(recipe, folder, parts=parts, say=say)
     built = data.built_shards(recipe.data)
-    if built is None:
-        _check_form(recipe, pairs=recipe.data.paired)
-        training_files(recipe.data)  # a missing file is refused before a folder is made
-    else:
+    if built is not None:
         say(f"the shards in {built} bring their own tokenizer and validation text")
         recipe = replace(recipe, tokenizer=File(path=str(built / "tokenizer.json")))
     with prepared(folder) as scratch:
@@ -146,7 +132,7 @@ def lay(
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-            raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}`") from None
+            raise ConfigError(f"name: {taken(folder)}") from None
     return reopen(folder, ground.recipe)
 
 
@@ -163,7 +149,7 @@ def reopen(folder: Path, recipe: Recipe) -> Ground:
 
 
 def _ground(folder: Path, recipe: Recipe, tokenizer: Tokenizer, shards: Shards) -> Ground:
-    _check_form(recipe, pairs=paired(shards))
+    check_form(recipe, pairs=paired(shards))
     task = recipe.objective.bind(tokenizer, recipe.model)
     return Ground(folder=folder, recipe=recipe, tokenizer=tokenizer, shards=shards, task=task)
 
@@ -322,25 +308,6 @@ def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float
     before = clock()
     validate(trial, rows, limit=part)
     return (clock() - before) * wanted / part
-
-
-def _check_form(recipe: Recipe, *, pairs: bool) -> None:
-    """Refuse pairs without an objective that reads them, and an objective or a batch of pairs without pairs."""
-    asks = isinstance(recipe.objective, Seq2Seq)
-    if pairs and not asks:
-        raise ConfigError("objective: pairs are learned with objective=seq2seq; set it, or name text in data.paths")
-    if asks and not pairs:
-        raise ConfigError("data: objective=seq2seq learns from pairs; set data.source and data.target, or data.pairs")
-    if recipe.data.pack and not pairs:
-        raise ConfigError("data.pack: text fills its rows anyway, only pairs are packed; leave it out")
-    if recipe.data.pack and recipe.batch.tokens:
-        raise ConfigError("batch.tokens: packed pairs fill rows of one length; set batch.rows instead")
-    if recipe.batch.tokens and not pairs:
-        raise ConfigError("batch.tokens: rows of text are all of one length; set batch.rows instead")
-    if recipe.data.shift != "none" and (
-        pairs or (isinstance(recipe.objective, Masked) and recipe.objective.frame == "pair")
-    ):
-        raise ConfigError("data.shift: only rows that are cut from a text one after another can be; leave it out")
 
 
 def _order(recipe: Recipe, rows: Examples) -> Ordering:

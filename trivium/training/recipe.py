@@ -148,7 +148,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         at_least("clip", self.clip, 0)
-        at_least("threads", self.threads, 0)
+        at_least("threads", self.threads, 0, 4096)
         at_least("log", self.log, 1)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed: {self.seed} is not a whole number from 0 up to 2**63")

@@ -34,6 +34,15 @@ def read_recipe(source: Path, *layers: Mapping[str, Any], parts: Sequence[type[A
     return recipe if recipe.name else replace(recipe, name=source.stem)
 
 
+def with_data_below(recipe: Recipe, folder: Path | None) -> Recipe:
+    """The recipe with its relative paths of data below a folder, if one is given."""
+    if folder is None:
+        return recipe
+    if not folder.is_dir():
+        raise ConfigError(f"--data-dir: {folder} is not a folder; name the one that holds the recipe's data")
+    return replace(recipe, data=recipe.data.below(folder))
+
+
 def open_run(
     source: Path | Recipe,
     layer: Mapping[str, Any],
@@ -55,10 +64,7 @@ def open_run(
     recipe = read_recipe(source, layer, parts=parts) if isinstance(source, Path) else source
     if not isinstance(source, Path) and layer:
         recipe = settings.load(Recipe, layer, parts=parts, start=recipe)
-    if data_dir is not None:
-        if not data_dir.is_dir():
-            raise ConfigError(f"--data-dir: {data_dir} is not a folder")
-        recipe = replace(recipe, data=recipe.data.below(data_dir))
+    recipe = with_data_below(recipe, data_dir)
     return Session(prepare.lay(recipe, runs, parts=parts, say=say, tick=tick), say)
 
 
