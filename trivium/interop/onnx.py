@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from trivium.errors import CheckpointError, RequestError
+from trivium.errors import CheckpointError, RequestError, pip_install
 from trivium.files import remove, sync_file, sync_folder, temporary, write_synced
 from trivium.interop.foreign import Say
 from trivium.interop.proof import Mismatch
@@ -81,7 +81,7 @@ def export_onnx(module: Transformer, tokenizer: Tokenizer | None, folder: Path, 
 def _check(module: Transformer, folder: Path) -> None:
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise RequestError(f"an ONNX export needs {' and '.join(missing)}; type pip install 'trivium[export]'")
+        raise RequestError(f"an ONNX export needs {' and '.join(missing)}; type `{pip_install(*missing)}`")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} already exists; delete it or name another folder")
     if module.config.context < 4:  # tracing tells lengths from constants only if both can vary
