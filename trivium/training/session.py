@@ -20,13 +20,14 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.text import complete
 from trivium.training import prepare
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
-from trivium.training.guards import Signals, Soundness, enough_memory
+from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
 from trivium.training.persist import WAITS, Home, Record, Retry, reason
 from trivium.training.prepare import Ground, Say
 from trivium.training.recipe import due
 from trivium.training.rollback import History, replay
+from trivium.training.signals import Signals, to_standard_error
 from trivium.training.spikes import Alarm, Detector, Rollback
 from trivium.training.validate import validate
 
@@ -49,6 +50,7 @@ class Session:
         self.folder = ground.folder
         self.recipe = recipe = ground.recipe
         self.say = say
+        self.alert: Say = to_standard_error  # called by another thread while a step runs
         self.clock = clock
         self.sleep = sleep
         spike = recipe.spike
@@ -74,7 +76,7 @@ class Session:
 
     def events(self) -> Iterator[Event]:
         """Train, and tell what happens; closing the iterator early leaves a valid run behind."""
-        with self.home, Signals() as signals, enough_memory(self.recipe, self.folder):
+        with self.home, Signals(self.alert) as signals, enough_memory(self.recipe, self.folder):
             try:
                 job = yield from self._resume()
                 while (alarm := (yield from self._train(job, signals))) is not None:
