@@ -1,6 +1,7 @@
 """One file per evaluation beside a model: `results/NAME-SPLIT.json` in its folder, whole or absent.
 
-A model that is a single file has a folder of its own name in the `results` beside it.
+A model that is a single file has a folder of its own name in the `results` beside it, and a checkpoint in those of its
+run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trivium.checkpoints.store import run_of
 from trivium.errors import RequestError
 from trivium.evaluation.tasks import Outcome
 from trivium.files import write_atomic
@@ -35,6 +37,8 @@ def place(model: Path) -> Path:
 
 
 def _place(model: Path) -> Path:
+    if (run := run_of(model)) is not None:  # a checkpoint is sealed, and deleted when it is old
+        return run / FOLDER / model.name
     return model.parent / FOLDER / model.name if model.is_file() else model / FOLDER
 
 
