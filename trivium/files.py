@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -88,6 +89,14 @@ def read_inside(folder: Path, name: str, most: int) -> bytes:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(folder / name))
     return data
+
+
+def exists_already(path: Path) -> str:
+    """The sentence about a place that is taken: it names another one, and never asks for anything to be deleted."""
+    base = Path("exported") / path.name if (path / "config.toml").exists() else path
+    names = (base.with_name(f"{base.stem}-{number}{base.suffix}") for number in itertools.count(2))
+    free = next(other for other in itertools.chain([base], names) if not os.path.lexists(other))
+    return f"{path} already exists and is not replaced; name another place, such as {free}"
 
 
 def sha256(path: Path) -> str:

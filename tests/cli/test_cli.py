@@ -153,7 +153,7 @@ def test_shards_are_built_described_and_shown(call: Call, recipe: Path) -> None:
     stats = json.loads(call("data", "stats", "shards", "--json").out)
     assert "train" in json.dumps(stats)
     assert call("data", "show", "shards", "--context", 8).out.count("\n") >= 9
-    refused(call("data", "build", "shards", "play.txt"), "exists already")
+    refused(call("data", "build", "shards", "play.txt"), "already exists")
     refused(call("data", "stats", "nowhere"), "holds no shards")
     outcome = call("train", recipe, "data.paths=shards", "name=onshards")
     assert outcome.code == 0, outcome.err
@@ -166,7 +166,7 @@ def test_a_tokenizer_is_trained_shown_and_used(call: Call, recipe: Path) -> None
     assert facts["size"] <= 280
     found = json.loads(call("tokenizer", "encode", "tok.json", "To be <|endoftext|>", "--json").out)
     assert facts["specials"]["<|endoftext|>"] not in found["ids"]
-    refused(call("tokenizer", "train", "tok.json", "play.txt"), "exists already")
+    refused(call("tokenizer", "train", "tok.json", "play.txt"), "already exists")
     refused(call("tokenizer", "train", "t2.json", "play.txt", "--kind", "bep"), "did you mean bpe?")
 
 

@@ -328,7 +328,7 @@ def test_without_its_packages_nothing_is_exported(name: str, tmp_path: Path, mon
 def test_an_export_never_overwrites(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("mine")
     for place in (tmp_path, tmp_path / "kept"):
-        with pytest.raises(CheckpointError, match="already exists; delete it or name another"):
+        with pytest.raises(CheckpointError, match="already exists and is not replaced; name another place"):
             export_onnx(small("gpt2"), None, place, say=silent)
     assert (tmp_path / "kept").read_text() == "mine"
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trivium.cli import evaluate, exchange, use
-from trivium.cli.printing import Json, bits, cell, print_json, print_table, standard_input
+from trivium.cli import evaluate, exchange, generate, use
+from trivium.cli.printing import Json, bits, cell, print_json, print_table
 from trivium.cli.text import data_app, tokenizer_app
 from trivium.errors import ConfigError, Interrupted, TriviumError, UserError
 
@@ -72,90 +72,20 @@ def train(
     layer = config.assignments(settings or [])
     with watcher() as watch:
         session = open_run(source, layer, runs=runs, data_dir=data_dir, say=watch.say, tick=watch.tick)
+        session.alert = watch.alert
         for event in session.events():
             watch.event(event)
     typer.echo(f"{session.folder}: the model and report.html are there", err=True)
 
 
-@app.command()
-def generate(
-    model: use.ModelPath,
-    prompt: Annotated[
-        str, typer.Argument(help="The text to continue, or to write from (encoder-decoder); - reads standard input.")
-    ] = "",
-    tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest only; 0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest with this much mass; 1 is off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop what is less likely than this share of the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: discourage what was said before.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    n: Annotated[int, typer.Option("-n", help="How many samples.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    logprobs: Annotated[int, typer.Option(help="With --json: the n likeliest alternatives of each token.")] = 0,
-    slide: Annotated[bool, typer.Option("--slide", help="Go on past the context by forgetting the beginning.")] = False,
-    average: use.Average = 0,
-    device: use.Device = "auto",
-    as_json: Json = False,
-) -> None:
-    """Continue a prompt; the text appears as it is written. An encoder-decoder reads it as a source instead."""
-    from trivium import api
-
-    text = standard_input() if prompt == "-" else prompt
-    m = api.load(model, device=device, average=average)
-    shown = "" if m.config.family == "encoder-decoder" else text
-    options: dict[str, Any] = {
-        "tokens": tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": stop or (),
-        "slide": slide,
-    }
-    if n == 1 and not as_json and not logprobs:
-        pieces = m.stream(text, **options)
-        typer.echo(shown, nl=False)
-        reason = ""
-        while not reason:
-            try:
-                typer.echo(next(pieces), nl=False)
-                sys.stdout.flush()
-            except StopIteration as end:
-                reason = end.value.reason
-        typer.echo()
-        if reason == "context":
-            typer.echo(f"(the model's context of {m.config.context} tokens is full; --slide goes on)", err=True)
-        return
-    found = m.generate([text], n=n, logprobs=logprobs, **options)[0]
-    samples = found if isinstance(found, list) else [found]
-    if as_json:
-        print_json({"prompt": text, "samples": [_sample(sample) for sample in samples]})
-        return
-    for index, sample in enumerate(samples):
-        typer.echo(f"--- {index + 1}" if n > 1 else "", nl=n > 1)
-        typer.echo(shown + sample)
-
-
-def _sample(sample: Any) -> dict[str, Any]:
-    return {
-        "text": str(sample),
-        "reason": sample.reason,
-        "ids": sample.ids,
-        "logprobs": sample.logprobs,
-        "alternatives": sample.alternatives,
-    }
-
-
+app.command()(generate.generate)
 app.command()(use.fill)
 app.command()(use.translate)
 app.command()(use.embed)
 app.command("eval")(evaluate.evaluate)
 app.command("import")(exchange.bring)
 app.command()(exchange.export)
-app.command()(exchange.chat)
+app.command()(generate.chat)
 
 
 @app.command()
@@ -240,7 +170,8 @@ def show(model: use.ModelPath, as_json: Json = False) -> None:
     """What a run or a model is, how far it came and how good it is."""
     from trivium.training.run import is_run
 
-    facts, trained = _facts(model), is_run(model)
+    facts = _facts(model)
+    trained = is_run(model) or facts["state"] == "checkpoint"
     if as_json:
         print_json(facts)
         return

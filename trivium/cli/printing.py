@@ -14,6 +14,11 @@ from trivium.errors import RequestError
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
+def is_piped() -> bool:
+    """Whether standard input is a pipe or a file and no terminal."""
+    return sys.stdin is not None and not sys.stdin.isatty()
+
+
 def standard_input() -> str:
     """Everything that was piped in, as text."""
     try:

@@ -9,6 +9,7 @@ import typer
 
 from trivium.cli.printing import Json, cell, leaves, print_json, print_table, standard_input
 from trivium.errors import RequestError, UserError
+from trivium.files import exists_already
 
 data_app = typer.Typer(help="Turn text into shards, and see exactly what a model will see.", no_args_is_help=True)
 # not read from the table itself: that would import the library just to print help
@@ -86,7 +87,7 @@ def tokenizer_train(
     from trivium.cli.shards import train_tokenizer
 
     if out.exists():
-        raise UserError(f"{out} exists already; remove it or name another file")
+        raise UserError(exists_already(out))
     if not out.absolute().parent.is_dir():
         raise UserError(f"{out.parent} is not a folder; make it first")
     with watcher() as watch:
