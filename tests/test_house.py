@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "trivium"
 ROWS = (
-    ("errors", "layers", "suggest"),  # needs nothing of the others
+    ("errors", "layers", "records", "suggest"),  # needs nothing of the others
     ("config", "files", "report", "stats"),
     ("text", "parts"),
     ("data", "models", "distributed"),

@@ -10,13 +10,16 @@ import os
 import re
 import shutil
 import stat
+import time
 import weakref
 from pathlib import Path
 from types import TracebackType
 
 from trivium.errors import BusyError
 
-_TEMPORARY = re.compile(r"\.tmp-.+-\d+")
+LOCK = ".lock"
+_TEMPORARY = re.compile(r"\.tmp-.+-\d+", re.DOTALL)
+_AGAIN = 0.05  # seconds until a lock that is held is tried once more: `is_held` takes it for a moment
 
 
 def temporary(path: Path) -> Path:
@@ -111,8 +114,13 @@ def remove_leftovers(folder: Path) -> None:
     The process number in a name is no reason to spare it: in a container the next run often has the same one.
     """
     for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
+        if is_leftover(path):
             remove(path)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether it has a name under which something is prepared or retired."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def remove(path: Path) -> None:
@@ -121,6 +129,21 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process that lives holds the lock on a folder."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class Lock:
@@ -134,10 +157,9 @@ class Lock:
         self._descriptor = -1
 
     def __enter__(self) -> Lock:
-        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            # flock, not lockf: it belongs to this opening of the file, so it also refuses within one process.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
             os.ftruncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
         except BlockingIOError:
@@ -163,6 +185,15 @@ class Lock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _take(descriptor: int) -> None:
+    # flock, not lockf: it belongs to this opening of the file, so it also refuses within one process.
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_AGAIN)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _close_in_children(lock: Lock) -> None:

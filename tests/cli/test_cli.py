@@ -174,7 +174,7 @@ def test_a_damaged_card_is_named_and_the_other_runs_are_listed(call: Call, recip
     assert call("train", recipe).code == 0
     Path("runs/tiny/model.json").write_text("{")
     refused(call("show", "runs/tiny"), "model.json")
-    assert "damaged" in call("runs").out
+    assert "broken: model.json is not JSON" in call("runs").out
 
 
 def test_a_folder_that_cannot_be_written_is_named(call: Call, recipe: Path) -> None:

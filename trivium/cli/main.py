@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trivium.cli import evaluate, exchange, generate, use
+from trivium.cli import evaluate, exchange, generate, runs, use
 from trivium.cli.printing import Json, bits, cell, print_json, print_table
 from trivium.cli.text import data_app, tokenizer_app
 from trivium.errors import ConfigError, Interrupted, TriviumError, UserError
@@ -133,36 +133,7 @@ def config(
         typer.echo(loader.write(recipe), nl=False)
 
 
-@app.command()
-def runs(folder: Annotated[Path, typer.Argument(help="The folder of runs.")] = RUNS, as_json: Json = False) -> None:
-    """List the runs here: state, size, steps and best score."""
-    from trivium import api
-    from trivium.training.run import is_run
-
-    found = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
-    rows = []
-    for path in found:
-        try:
-            rows.append(api.show(path))
-        except TriviumError as error:
-            rows.append({"path": str(path), "state": f"damaged: {error}"})
-    if as_json:
-        print_json(rows)
-        return
-    if not rows:
-        typer.echo(f"No runs in {folder}; start one with `trivium train RECIPE` or `trivium demo`.")
-        return
-    cells = [
-        [
-            Path(r["path"]).name,
-            r["state"],
-            cell(r.get("parameters", "")),
-            cell(r.get("step", "")),
-            bits(r.get("best")),
-        ]
-        for r in rows
-    ]
-    print_table(["run", "state", "parameters", "step", "bits/byte"], cells)
+app.command()(runs.runs)
 
 
 @app.command()
@@ -181,7 +152,7 @@ def show(model: use.ModelPath, as_json: Json = False) -> None:
         report = model / "report.html"
         lines |= {
             "steps": cell(facts["step"]),
-            "best validation": bits(facts["best"]),
+            "best validation" if is_run(model) else "validation": bits(facts["best"]),
             "test": bits(facts["test"]),
             "report": str(report) if report.is_file() else "",
         }

@@ -14,7 +14,10 @@ from trivium.cli.printing import Json, is_piped, print_json, standard_input
 from trivium.errors import RequestError
 
 ModelPath = Annotated[
-    Path, typer.Argument(help="A run, one of its checkpoints, a saved model, a Hugging Face folder or a .gguf file.")
+    Path,
+    typer.Argument(
+        help="A run, a saved model, a Hugging Face folder or a .gguf file. RUN/checkpoints/step-N is one checkpoint."
+    ),
 ]
 Texts = Annotated[list[str] | None, typer.Argument(help="The texts; without any (or with -), lines of a pipe.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trivium import records
 from trivium.checkpoints.store import run_of
 from trivium.errors import RequestError
 from trivium.evaluation.tasks import Outcome
@@ -24,7 +25,7 @@ from trivium.files import write_atomic
 from trivium.models.transformer import Transformer, weights
 from trivium.text.tokenizer import Tokenizer
 
-FOLDER = "results"
+FOLDER = records.RESULTS
 
 
 def place(model: Path) -> Path:
@@ -72,14 +73,7 @@ def record(
 
 def results(model: Path) -> list[dict[str, Any]]:
     """What the results files of a model say, without their examples; a damaged one is said to be so."""
-    found = []
-    for path in sorted(_place(model).glob("*.json")):
-        content = _read(path)
-        if content is None:
-            found.append({"name": path.stem, "split": "", "metric": "damaged", "score": None})
-        else:
-            found.append({key: value for key, value in content.items() if key != "examples"})
-    return found
+    return records.results(_place(model))
 
 
 def weights_digest(model: Transformer) -> str:

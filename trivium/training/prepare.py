@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from trivium import config as settings
+from trivium import records
 from trivium.data import shards as data
 from trivium.data.bucketing import Buckets, Pairs
 from trivium.data.loader import Order, Ordering
@@ -35,6 +36,7 @@ from trivium.parts.linear import narrowed
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
+from trivium.training.about import describe, preset_of
 from trivium.training.calibrate import rows_that_fit, steps_for
 from trivium.training.checks import check_form, ready, taken
 from trivium.training.device import autocast, current, environment, keep_compiled, keep_memory, repeatable
@@ -100,11 +102,15 @@ def lay(
     runs: Path,
     *,
     parts: Sequence[type[Any]] = (),
+    tables: Sequence[Mapping[str, Any]] = (),
     say: Say,
     tick: Tick,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ground:
-    """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text."""
+    """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text.
+
+    `tables` are those that the recipe was read from; they name its preset.
+    """
     folder = runs / recipe.name
     recipe = ready(recipe, folder, parts=parts, say=say)
     built = data.built_shards(recipe.data)
@@ -126,6 +132,8 @@ def lay(
             ground = replace(ground, recipe=_with_steps(ground, clock))
         tokenizer.save(scratch / "tokenizer.json")
         write_synced(scratch / "config.toml", settings.write(ground.recipe).encode())
+        about = describe(ground.recipe, tokenizer, shards, preset_of(ground.recipe, *tables))
+        write_synced(scratch / records.ABOUT, about)
         write_synced(scratch / "env.json", (json.dumps(environment(recipe), indent=2) + "\n").encode())
         try:
             os.rename(scratch, folder)

@@ -103,7 +103,8 @@ class Sample:
 
 
 # What a recipe that says nothing means, and what a run that starts from another model takes over from there.
-MODEL, TOKENIZER = PRESETS["gpt-mini"](), Bpe()
+DEFAULT = "gpt-mini"
+MODEL, TOKENIZER = PRESETS[DEFAULT](), Bpe()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,7 +65,8 @@ def open_run(
     if not isinstance(source, Path) and layer:
         recipe = settings.load(Recipe, layer, parts=parts, start=recipe)
     recipe = with_data_below(recipe, data_dir)
-    return Session(prepare.lay(recipe, runs, parts=parts, say=say, tick=tick), say)
+    tables = [*([settings.read(source)] if isinstance(source, Path) else []), layer]
+    return Session(prepare.lay(recipe, runs, parts=parts, tables=tables, say=say, tick=tick), say)
 
 
 def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]], say: Say, tick: Tick) -> Ground:
