@@ -318,7 +318,7 @@ def _unquote(text: Text) -> str:
 
 
 def _show(value: Any) -> str:
-    text = repr(str(value) if isinstance(value, Text) else value)
+    text = str(value).lower() if isinstance(value, bool) else repr(str(value) if isinstance(value, Text) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -118,6 +118,11 @@ def remove_leftovers(folder: Path) -> None:
             remove(path)
 
 
+def final_name(path: str) -> str:
+    """A path as the user knows it: what is being prepared by the name that it is going to have."""
+    return re.sub(r"(?:^|(?<=/))\.tmp-([^/]+)-\d+(?=/|$)", r"\1", path)
+
+
 def is_leftover(path: Path) -> bool:
     """Whether it has a name under which something is prepared or retired."""
     return _TEMPORARY.fullmatch(path.name) is not None

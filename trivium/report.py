@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Point = tuple[float, float]
+_FILLS = ("masked", "spans")
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #fdfcfa; --soft: #6b7785; --line: #d9d5cd;
@@ -26,6 +27,18 @@ pre { white-space: pre-wrap; border-left: 3px solid var(--line); padding-left: .
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
 .grid { stroke: var(--line) } .train { stroke: var(--train) } .valid { stroke: var(--valid) }
 """
+
+
+def use_of(about: Mapping[str, Any], run: Path) -> str:
+    """The command that uses a trained model, by what it was trained for."""
+    family, objective = about.get("family"), about.get("objective")
+    if family == "encoder":
+        return (
+            f"trivium fill {run} 'A text with one [MASK] in it.'" if objective in _FILLS else f"trivium embed {run} A B"
+        )
+    if objective == "seq2seq":
+        return f"trivium translate {run} 'A text.'"
+    return f"trivium generate {run} 'It was'"
 
 
 def page(folder: Path) -> str:

@@ -26,7 +26,7 @@ def generate(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]...",
+            metavar="PROMPT",
             help="The texts to continue, or to write from (encoder-decoder); without any, or with -, what is piped in.",
         ),
     ] = None,

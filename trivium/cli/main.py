@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trivium.cli import evaluate, exchange, generate, runs, use
-from trivium.cli.printing import Json, bits, cell, print_json, print_table
+from trivium.cli.printing import Json, bits, cell, os_error, print_json, print_table
 from trivium.cli.text import data_app, tokenizer_app
 from trivium.errors import ConfigError, Interrupted, TriviumError, UserError
 
@@ -26,7 +26,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 
-Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the file.")]
+Settings = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings laid over the file.")]
 Runs = Annotated[Path, typer.Option("--runs", help="The folder of runs.")]
 DataDir = Annotated[
     Path | None, typer.Option(help="Where the recipe's data lies, if not in the current folder.", metavar="FOLDER")
@@ -65,8 +65,9 @@ def train(
     data_dir: DataDir = None,
 ) -> None:
     """Train a model from a recipe, or go on with a run exactly where it stopped."""
-    from trivium import config
+    from trivium import config, records
     from trivium.cli.render import watcher
+    from trivium.report import use_of
     from trivium.training.run import open_run
 
     layer = config.assignments(settings or [])
@@ -75,7 +76,8 @@ def train(
         session.alert = watch.alert
         for event in session.events():
             watch.event(event)
-    typer.echo(f"{session.folder}: the model and report.html are there", err=True)
+    try_it = use_of(records.about(session.folder), session.folder)
+    typer.echo(f"{session.folder} is done; open {session.folder / 'report.html'}, or type: {try_it}", err=True)
 
 
 app.command()(generate.generate)
@@ -157,7 +159,8 @@ def show(model: use.ModelPath, as_json: Json = False) -> None:
             "report": str(report) if report.is_file() else "",
         }
     else:
-        lines |= {name.replace("_", " "): _note(value) for name, value in facts["notes"].items()}
+        lines |= {name.replace("_", " "): _note(value) for name, value in facts["notes"].items() if name != "valid"}
+        lines["validation"] = bits(facts["notes"].get("valid"))
     for found in facts["results"]:
         lines[f"{found['name']} {found['split']}"] = f"{found['metric']} {cell(found['score'])}"
     for name, value in lines.items():
@@ -218,7 +221,7 @@ def main() -> None:
     except OSError as error:  # no space, no permission: the file or folder is named, and nothing is half-written
         if debug:
             raise
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        print(f"error: {os_error(error)}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     except TriviumError as error:
         if debug:

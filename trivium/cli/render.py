@@ -21,6 +21,9 @@ from trivium.training.signals import to_standard_error
 _BYTES = 1_000_000  # a tick that counts up to more counts bytes; layers and tensors are never so many
 
 
+_LABELS = {"tokenizer": "training the tokenizer", "data": "encoding the text"}
+
+
 class Watcher(Protocol):
     """Whoever watches a run."""
 
@@ -63,7 +66,9 @@ class PlainWatcher:
             self._since = self.clock()
         changed, self._tenth = tenth != self._tenth, tenth
         if changed and self.clock() - self._since > 3:
-            self.say(f"{what}: {10 * tenth[1]} %" + (f" of {of / 1e6:.1f} MB" if of >= _BYTES else ""))
+            self.say(
+                f"{_LABELS.get(what, what)}: {10 * tenth[1]} %" + (f" of {of / 1e6:.1f} MB" if of >= _BYTES else "")
+            )
 
     def event(self, event: Event) -> None:
         text = line(event)
@@ -111,7 +116,7 @@ class LiveWatcher:
         if self._progress is None:
             what, at, of = self._reading
             return Group(
-                Text(f"reading: {what}" if what else "starting"),
+                Text(_LABELS.get(what, what) or "starting"),
                 self._bar(at, max(1, of)),
                 *self._alerts(),
             )

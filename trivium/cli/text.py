@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trivium.cli.printing import Json, cell, leaves, print_json, print_table, standard_input
+from trivium.cli.printing import Json, cell, leaves, print_json, print_table, quoted, standard_input
 from trivium.errors import RequestError, UserError
 from trivium.files import exists_already
 
@@ -134,5 +134,6 @@ def tokenizer_show(
     if as_json:
         print_json(facts)
         return
-    for name, value in facts.items():
-        typer.echo(f"{name:<10} {value if not isinstance(value, list) else ' '.join(map(repr, value))}")
+    named = [f"{quoted(spelling)} {id}" for spelling, id in opened.specials.items()]
+    for name, value in {**facts, "specials": ", ".join(named), "last": " ".join(map(quoted, last))}.items():
+        typer.echo(f"{name:<10} {value}")

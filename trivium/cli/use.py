@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from trivium.cli.printing import Json, is_piped, print_json, standard_input
+from trivium.cli.printing import Json, is_piped, print_json, quoted, standard_input
 from trivium.errors import RequestError
 
 ModelPath = Annotated[
@@ -51,7 +51,7 @@ def fill(
             if len(each) > 1:
                 typer.echo(f"  gap {number}")
             for candidate in candidates:
-                typer.echo(f"  {candidate.probability:7.2%}  {candidate}")
+                typer.echo(f"  {candidate.probability:7.2%}  {quoted(candidate)}")
 
 
 def translate(

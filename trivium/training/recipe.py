@@ -56,8 +56,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name)]
-        if min(self.steps, self.tokens, self.minutes) < 0:
-            raise ConfigError("a budget cannot be negative")
+        for name in ("steps", "tokens", "minutes"):
+            at_least(name, getattr(self, name), 0)
         if len(given) > 1:
             raise ConfigError(f"{given[1]}: a budget is steps, tokens or minutes, not several; leave {given[0]} out")
 

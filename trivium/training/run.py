@@ -89,14 +89,15 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
     changed = {key: value for key, value in settings.flat(recipe).items() if repr(before.get(key)) != repr(value)}
     unsafe = [key for key in changed if key.startswith(FIXED)]
     if unsafe:
+        key = unsafe[0]
+        was = f"{key} was {before[key]!r}, not {changed[key]!r}" if key in before else f"it had no {key}"
         raise CheckpointError(
-            f"{folder} holds checkpoints for another configuration: {unsafe[0]} was {before.get(unsafe[0])!r}, "
-            f"not {changed[unsafe[0]]!r}; start a new run with name=NAME"
+            f"{folder} holds checkpoints for another configuration: {was}; start a new run with name=NAME"
         )
     if not recipe.budget.steps:
         raise ConfigError("budget.steps: a run goes on for a number of steps; set budget.steps")
     for key, value in changed.items():
-        say(f"{key} changed from {before.get(key)!r} to {value!r}")
+        say(f"{key} changed from {before[key]!r} to {value!r}" if key in before else f"{key} is {value!r} now")
     _check_data(folder, recipe, say, tick)
     return prepare.reopen(folder, recipe)
 

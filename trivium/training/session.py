@@ -188,7 +188,7 @@ class Session:
         known = self._write_down()
         self.lines.attempt(job.step, self.record.flush)
         if bad := [str(u.step) for u, _, _, ok in known if not (ok or u.overflow)]:
-            self.notes.append(f"skipped {len(bad)} update(s) that were not finite: step {', '.join(bad)}")
+            self.notes.append(f"skipped what was not finite in loss or gradient: step {', '.join(bad)}")
         yield from self._told()
         good = [(loss, norm) for _, loss, norm, ok in known if ok]
         if good:
@@ -278,7 +278,8 @@ class Session:
         self._load(job, found)
         self.record.flush()
         if found is not None:
-            yield Said(f"went on from {found.path}" if job.step < job.total else f"all {job.total} steps are done")
+            done = job.step >= job.total
+            yield Said(f"all {job.total} steps are done" if done else f"resumed at step {job.step} of {job.total}")
         return job
 
     def _load(self, job: Job, found: Checkpoint | None, fresh: Job | None = None) -> None:
