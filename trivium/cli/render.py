@@ -21,6 +21,7 @@ from trivium.training.signals import to_standard_error
 _BYTES = 1_000_000  # a tick that counts up to more counts bytes; layers and tensors are never so many
 
 
+_SHOWN, _LONGEST = 3, 400  # samples below the table, and characters of each
 _LABELS = {"tokenizer": "training the tokenizer", "data": "encoding the text"}
 
 
@@ -86,7 +87,7 @@ class LiveWatcher:
         self.console = console
         self._progress: Progress | None = None
         self._rows: list[tuple[int, float, Validated]] = []
-        self._sample: Sampled | None = None
+        self._samples: list[Sampled] = []  # of the newest step that has any
         self._reading = ("", 0, 1)
         self._alert = ""
 
@@ -107,7 +108,8 @@ class LiveWatcher:
                 loss = self._progress.loss if self._progress else float("nan")
                 self._rows = [*self._rows, (event.step, loss, event)][-12:]
             case Sampled():
-                self._sample = event
+                before = [sample for sample in self._samples if sample.step == event.step]
+                self._samples = [*before, event][-_SHOWN:]
             case Said(text):
                 self.say(text)
 
@@ -122,19 +124,21 @@ class LiveWatcher:
             )
         now = self._progress
         table = Table(box=None, pad_edge=False)
-        for name in ("step", "train", "valid", "bits/byte", ""):
+        measured = any(found.bits_per_byte is not None for _, _, found in self._rows)
+        for name in ("step", "train", "valid", *(["bits/byte"] if measured else []), ""):
             table.add_column(name, justify="right")
         for step, loss, found in self._rows:
-            mark = "best" if found.best else ""
-            bits = "" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
-            table.add_row(str(step), f"{loss:.4f}", f"{found.loss:.4f}", bits, mark)
+            bits = [] if found.bits_per_byte is None else [f"{found.bits_per_byte:.4f}"]
+            table.add_row(str(step), f"{loss:.4f}", f"{found.loss:.4f}", *bits, "best" if found.best else "")
         now_line = (
             f"step {now.step}/{now.total}  loss {now.loss:.4f}  norm {now.norm:.2f}  rate {now.rate:.2e}  "
             f"{now.tokens_per_second:,.0f} tok/s  {duration(now.seconds_left)} left"
         )
         parts: list[RenderableType] = [table, Text(now_line), self._bar(now.step, now.total)]
-        if self._sample is not None:
-            parts.append(Text(self._sample.prompt + self._sample.text[:400], style="dim"))
+        for sample in self._samples:
+            given, written = sample.prompt[:_LONGEST], sample.text[:_LONGEST]
+            shown = f"{given}\n  {written}  ({sample.reference[:_LONGEST]})" if sample.reference else given + written
+            parts.append(Text(shown, style="dim"))
         return Group(*parts, *self._alerts())
 
     def _alerts(self) -> list[RenderableType]:

@@ -16,17 +16,16 @@ from trivium.checkpoints.store import Checkpoint, Store
 from trivium.data.shards import changed_sources
 from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError
 from trivium.files import write_atomic
-from trivium.generation.sampling import Sampling
-from trivium.generation.text import complete
 from trivium.training import prepare
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
-from trivium.training.guards import Soundness, enough_memory
+from trivium.training.guards import Soundness, enough_memory, is_out_of_memory
 from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
 from trivium.training.persist import WAITS, Home, Record, Retry, reason
 from trivium.training.prepare import Ground, Say
 from trivium.training.recipe import due
 from trivium.training.rollback import History, replay
+from trivium.training.samples import samples
 from trivium.training.signals import Signals, to_standard_error
 from trivium.training.spikes import Alarm, Detector, Rollback
 from trivium.training.validate import validate
@@ -115,7 +114,7 @@ class Session:
                 yield self._validate(job)
                 again = again or self._best_of_all()
             if sampling and not stopping:
-                yield self._sample(job)
+                yield from self._sample(job)
             if saving or again or stopping or self.record.gone:
                 yield from self._save(job, now=saving or stopping > 0)
             if stopping:
@@ -126,7 +125,6 @@ class Session:
     def _due(self, step: int, total: int) -> tuple[bool, bool]:
         """Whether validation and a sample follow this step."""
         sampling = bool(self.recipe.sample.every) and due(self.recipe.sample.every, step, total)
-        sampling = sampling and self.recipe.model.family == "decoder"  # the others do not write by themselves
         return due(self.recipe.evaluate.every, step, total) and len(self.ground.valid) > 0, sampling
 
     def _owed(self, job: Job) -> Iterator[Event]:
@@ -139,7 +137,7 @@ class Session:
             yield self._validate(job)
             yield from self._save(job)
         if sampling and job.step not in {row.get("step") for row in self.record.samples.rows()}:
-            yield self._sample(job)
+            yield from self._sample(job)
 
     def _read(self, pending: Pending, behind: int) -> Alarm | None:
         """Judge the numbers that have come from the device, waiting for all but the last `behind`; a bad one may end
@@ -210,23 +208,20 @@ class Session:
         self.record.add([_finite({"kind": "valid", "step": job.step, "loss": loss, "bits_per_byte": bits})])
         return Validated(job.step, loss, bits, better)
 
-    def _sample(self, job: Job) -> Event:
-        wanted = self.recipe.sample
-        tokens = min(wanted.tokens, self.recipe.model.context - 1)
+    def _sample(self, job: Job) -> Iterator[Event]:
         try:
             with job.in_use():
-                [[text]] = complete(
-                    job.model,
-                    self.ground.tokenizer,
-                    [wanted.prompt],
-                    tokens=tokens,
-                    sampling=Sampling(temperature=wanted.temperature),
-                    seed=self.recipe.seed,
-                )
-        except RequestError as error:
-            return Said(f"no sample: {error}")
-        self.record.samples.add([{"step": job.step, "prompt": wanted.prompt, "text": str(text)}])
-        return Sampled(job.step, wanted.prompt, str(text))
+                found = list(samples(job, self.ground))
+        except (RequestError, CheckpointError) as error:
+            yield Said(f"no sample: {error}")
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            yield Said("no sample: there is not enough memory beside the training; set sample.every=0")
+            return
+        self.record.samples.add([_row(sample) for sample in found])
+        yield from found
 
     def _save(self, job: Job, now: bool = False) -> Iterator[Event]:
         """Save a checkpoint, or say why not and leave it to a later step."""
@@ -278,8 +273,8 @@ class Session:
         self._load(job, found)
         self.record.flush()
         if found is not None:
-            done = job.step >= job.total
-            yield Said(f"all {job.total} steps are done" if done else f"resumed at step {job.step} of {job.total}")
+            where = f"resumed at step {job.step} of {job.total} from {found.path.name}"
+            yield Said(where if job.step < job.total else f"all {job.total} steps are done")
         return job
 
     def _load(self, job: Job, found: Checkpoint | None, fresh: Job | None = None) -> None:
@@ -370,6 +365,12 @@ class Session:
         weights = job.weights_for_use() if tensors is None else tensors
         bundle.save(self.folder, self.recipe.model, weights, self.ground.tokenizer, origin)
         write_atomic(self.folder / "report.html", report.page(self.folder).encode())
+
+
+def _row(sample: Sampled) -> dict[str, Any]:
+    """A sample as a line of samples.jsonl."""
+    row: dict[str, Any] = {"step": sample.step, "prompt": sample.prompt, "text": sample.text}
+    return {**row, "reference": sample.reference} if sample.reference else row
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
