@@ -14,6 +14,8 @@ from tests.training.conftest import finish, laid, start
 from trivium import api
 from trivium.data.bucketing import Pairs
 from trivium.errors import RequestError
+from trivium.evaluation import results
+from trivium.evaluation.tasks import Outcome
 from trivium.text.kinds import Bytes
 from trivium.training import prepare, session
 from trivium.training.events import Said, Sampled, line
@@ -54,6 +56,22 @@ def test_an_encoder_guesses_hidden_words_of_the_validation_text(small: Make, tmp
             assert f"{guessed[0].probability:.0%}" in row["text"]
 
 
+def _evaluated(folder: Path, m: api.Model) -> None:
+    """An evaluation of a run, as `trivium eval` records it."""
+    outcome = Outcome(
+        name="toys",
+        split="test",
+        metric="bleu",
+        score=12.5,
+        scores={"bleu": 12.5},
+        signatures={},
+        settings={},
+        data={},
+        examples=[],
+    )
+    results.record(folder, outcome, model=m.module, tokenizer=m.tokenizer, notes={}, date="2026-03-01", seconds=1.0)
+
+
 def _recipe(folder: Path) -> Recipe:
     from trivium.training.run import read_recipe
 
@@ -88,7 +106,13 @@ def test_a_translator_is_shown_validation_pairs(small: Make, tmp_path: Path, pac
     for row in last:
         assert pairs[row["prompt"]] == row["reference"]
         assert row["prompt"] in [row["prompt"] for row in found if row["step"] == 10]  # the same at every step
+    page = (folder / "report.html").read_text()
+    assert all(row["reference"] in page for row in last)
+    assert "nats per target token" in page
+    assert "bits per byte" not in page
     m = api.load(folder / "checkpoints" / "step-00000020", device="cpu")
+    _evaluated(folder, m)
+    assert "BLEU 12.5 on toys, test" in (folder / "report.html").read_text()
     assert [m.generate(row["prompt"], tokens=5, temperature=0) for row in last] == [row["text"] for row in last]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trivium import records
+from trivium import records, report
 from trivium.checkpoints.store import run_of
 from trivium.errors import RequestError
 from trivium.evaluation.tasks import Outcome
@@ -68,6 +68,8 @@ def record(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    if (model_path / records.CONFIG).is_file():  # the page of a run has its evaluations
+        write_atomic(model_path / "report.html", report.page(model_path).encode())
     return content
 
 
