@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trivium import config as settings
+from trivium import records
 from trivium.checkpoints import bundle, format
 from trivium.checkpoints.format import Stored
 from trivium.checkpoints.store import Store, run_of
@@ -171,8 +172,7 @@ class Run:
     @property
     def best(self) -> dict[str, Any] | None:
         """The validation with the lowest loss."""
-        scored = [row for row in self.metrics if row.get("kind") == "valid" and isinstance(row["loss"], float)]
-        return min(scored, key=lambda row: float(row["loss"]), default=None)
+        return records.best(self.metrics)
 
     @property
     def model(self) -> Model:
@@ -208,6 +208,7 @@ def train(
         say=say,
         tick=lambda what, at, of: None,
     )
+    session.alert = say
     for event in session.events():
         text = line(event)
         if text:
@@ -223,11 +224,11 @@ def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, An
     if not (is_run(path) or (path / bundle.CARD).is_file()):
         raise CheckpointError(f"{path} holds neither a model nor a run; `trivium runs` lists what is here")
     run = Run(path)
-    steps = [row["step"] for row in run.metrics if row.get("kind") == "train"]
+    steps = [row["step"] for row in records.of_kind(run.metrics, "train")]
     card = bundle.card(path / bundle.CARD) if (path / bundle.CARD).is_file() else {}
     table = card.get("config") or settings.read(path / "config.toml").get("model", {})
     config = settings.load(ModelConfig, table, parts=parts)
-    tests = [row for row in run.metrics if row.get("kind") == "test"]
+    tests = records.of_kind(run.metrics, "test")
     return {
         "path": str(path),
         "state": "finished" if card else "unfinished",
@@ -245,7 +246,7 @@ def _shown_checkpoint(path: Path, home: Path, parts: Sequence[type[Any]]) -> dic
     """What one checkpoint of a run is, and how good it was."""
     step = format.manifest(path).step
     config = settings.load(ModelConfig, settings.read(home / "config.toml").get("model", {}), parts=parts)
-    scored = [row for row in Run(home).metrics if row.get("kind") == "valid" and row.get("step") == step]
+    scored = [row for row in records.of_kind(Run(home).metrics, "valid") if row["step"] == step]
     return {
         "path": str(path),
         "state": "checkpoint",

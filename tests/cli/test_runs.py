@@ -210,6 +210,17 @@ def test_a_lock_decides_and_not_the_number_of_a_process_that_is_another_one_by_n
     assert not held.exists()
 
 
+def test_elsewhere_only_what_looks_like_a_run_is_removed(tmp_path: Path) -> None:
+    """Another program may have left something of such a name in a folder that is not ours alone."""
+    foreign, own = (tmp_path / f".tmp-{name}-{_dead()}" for name in ("thesis", "run"))
+    (foreign / "chapter").mkdir(parents=True)
+    (own / "data").mkdir(parents=True)
+    file = tmp_path / f".tmp-notes-{_dead()}"
+    file.touch()
+    sweep(tmp_path)
+    assert (foreign.exists(), file.exists(), own.exists()) == (True, True, False)
+
+
 def test_train_removes_what_another_run_left(call: Call) -> None:
     Path("play.txt").write_text("To be, or not to be, that is the question.\n" * 60)
     Path("tiny.toml").write_text(RECIPE)
@@ -225,8 +236,10 @@ def test_train_removes_what_another_run_left(call: Call) -> None:
     assert own["data"]["files"] == ["play.txt"]
     assert own["data"]["train"]["documents"] == 1
     (inside := Path("runs/tiny") / f".tmp-report.html-{_dead()}").touch()
+    left.mkdir()
     assert call("train", "runs/tiny", "budget.steps=5").code == 0
     assert not inside.exists()
+    assert not left.exists()
     shutil.rmtree("runs")
 
 

@@ -16,6 +16,7 @@ from trivium.training import prepare
 from trivium.training.device import settle
 from trivium.training.prepare import Ground, Say, Tick
 from trivium.training.recipe import FIXED, Recipe
+from trivium.training.scratch import sweep
 from trivium.training.session import Session
 
 __all__ = ["RUNS", "Session", "is_run", "open_run", "read_recipe"]
@@ -60,6 +61,7 @@ def open_run(
     if isinstance(source, Path) and source.is_dir():
         if not is_run(source):
             raise ConfigError(f"{source} is not a run: it has no config.toml; name a recipe or a run's folder")
+        sweep(source.absolute().parent)
         return Session(_resumed(source, layer, parts, say, tick), say)
     recipe = read_recipe(source, layer, parts=parts) if isinstance(source, Path) else source
     if not isinstance(source, Path) and layer:

@@ -11,6 +11,7 @@ from pathlib import Path
 from trivium.errors import BusyError, DataError
 from trivium.files import LOCK, Lock, is_held, is_leftover, remove, remove_leftovers, temporary
 
+_PARTS = {LOCK, "about.json", "config.toml", "data", "env.json", "tokenizer.json"}  # of a run that is being prepared
 _PREPARED = re.compile(r"\.tmp-.+-(\d+)", re.DOTALL)
 
 
@@ -39,13 +40,16 @@ def prepared(folder: Path) -> Iterator[Path]:
 def sweep(folder: Path) -> None:
     """Remove what killed processes were still preparing in a folder of runs, and inside its runs.
 
-    A process that is alive holds a lock on what it prepares; where there is none yet, its number decides.
+    A process that is alive holds a lock on what it prepares; where there is none yet, its number decides. In a folder
+    that is not called `runs` something else may have such a name: there only what looks like a run is removed.
     """
     for path in _listed(folder):
         found = _PREPARED.fullmatch(path.name)
         with contextlib.suppress(OSError):  # what cannot be removed is no reason to fail
-            if found and not (is_held(path) if (path / LOCK).is_file() else _alive(int(found[1]))):
-                remove(path)
+            if found and path.is_dir() and not path.is_symlink():
+                ours = folder.absolute().name == "runs" or {file.name for file in _listed(path)} <= _PARTS
+                if ours and not (is_held(path) if (path / LOCK).is_file() else _alive(int(found[1]))):
+                    remove(path)
             elif not found and (path / "config.toml").is_file():
                 _sweep_run(path)
 
