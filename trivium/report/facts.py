@@ -37,7 +37,7 @@ def use_of(about: Mapping[str, Any], run: Path) -> str:
 def facts(folder: Path, about: Row, trained: list[Row]) -> str:
     """What the model is, what it read, for how long and where, and what to type next."""
     run = Path(folder.resolve().parent.name) / folder.resolve().name
-    told = {
+    rows = {
         "Model": _model(about),
         "Size": _size(about),
         "Tokenizer": _tokenizer(about),
@@ -47,7 +47,7 @@ def facts(folder: Path, about: Row, trained: list[Row]) -> str:
         "Training": _training(about, trained),
         "Machine": _machine(folder),
     }
-    lines = [f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in told.items() if text]
+    lines = [f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items() if text]
     more = f"trivium train {run} budget.steps={2 * trained[-1]['step']}" if trained else f"trivium train {run}"
     for name, command in (("Use it", use_of(about, run)), ("Go on with it", more)):
         lines.append(f"<tr><th>{name}</th><td><code>{escape(command)}</code></td></tr>")
@@ -75,15 +75,15 @@ def _tokenizer(about: Row) -> str:
 
 def _split(about: Row, name: str) -> str:
     found = about.get("data")
-    told = found.get(name) if isinstance(found, dict) else None
-    if not (isinstance(found, dict) and isinstance(told, dict)):
+    split = found.get(name) if isinstance(found, dict) else None
+    if not (isinstance(found, dict) and isinstance(split, dict)):
         return ""
-    documents = told.get("documents")
+    documents = split.get("documents")
     if not (isinstance(documents, int) and documents):
         return "none"
     single = f"{_whole(documents)} document{'s' * (documents != 1)}"
     what = f"{_whole(documents // 2)} pairs" if found.get("form") == "pairs" else single
-    text = f"{_whole(told.get('tokens'))} tokens in {what}, {_bytes(told.get('text_bytes'))}"
+    text = f"{_whole(split.get('tokens'))} tokens in {what}, {_bytes(split.get('text_bytes'))}"
     files = found.get("files")
     return f"{text}; from {_listed(files)}" if name == "train" and isinstance(files, list) and files else text
 

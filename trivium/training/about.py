@@ -72,5 +72,5 @@ def describe(recipe: Recipe, tokenizer: Tokenizer, shards: Shards, preset: str) 
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _split(told: Mapping[str, Any]) -> dict[str, int]:
-    return {key: int(told[key]) for key in ("documents", "tokens", "text_bytes")}
+def _split(split: Mapping[str, Any]) -> dict[str, int]:
+    return {key: int(split[key]) for key in ("documents", "tokens", "text_bytes")}
