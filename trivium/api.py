@@ -11,9 +11,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from trivium import config as settings
-from trivium.checkpoints import bundle
+from trivium import records
+from trivium.checkpoints import bundle, format
 from trivium.checkpoints.format import Stored
-from trivium.checkpoints.store import Store
+from trivium.checkpoints.store import Store, run_of
 from trivium.errors import CheckpointError, RequestError
 from trivium.evaluation.likelihood import Score
 from trivium.evaluation.results import results
@@ -114,9 +115,10 @@ def load(
 ) -> Model:
     """The model in a run's folder (or one written by `m.save`); an unfinished run gives its newest checkpoint.
 
-    A folder of Hugging Face, a .gguf file or a llama2.c .bin file opens too; what was not read of its settings is told
-    through `say`. `average` = k gives the mean of the weights of the run's newest k checkpoints instead; `bits` = 8 or
-    4 quantises the weights. Weights that are larger than the memory that is free are refused unless `memory` is "try".
+    `RUN/checkpoints/step-N` opens that checkpoint. A folder of Hugging Face, a .gguf file or a llama2.c .bin file opens
+    too; what was not read of its settings is told through `say`. `average` = k gives the mean of the weights of the
+    run's newest k checkpoints instead; `bits` = 8 or 4 quantises the weights. Weights that are larger than the memory
+    that is free are refused unless `memory` is "try".
     """
     folder, told = Path(path), say or printed
     if not folder.exists():
@@ -136,7 +138,11 @@ def load(
         if not bits:  # what has levels is laid out when it has them
             lay(module)
 
-    if (folder / bundle.CARD).is_file() and not average:
+    if (run := run_of(folder)) is not None:
+        if average:
+            raise CheckpointError(f"{folder} is one checkpoint; name its run {run} to average the newest")
+        found = _from_checkpoint(run, folder, parts, first)
+    elif (folder / bundle.CARD).is_file() and not average:
         found = bundle.open_bundle(folder, parts=parts, lay=first, tick=tick)
     elif is_run(folder):
         found = _from_checkpoints(folder, average, parts, first)
@@ -146,6 +152,8 @@ def load(
         foreign = open_foreign(folder, say=told, tick=tick, lay=first)
         missing = MissingTokenizer(foreign.module.config.vocab, folder)
         found = bundle.Bundle(foreign.module, foreign.tokenizer or missing, foreign.notes)
+    elif (folder / format.MANIFEST).is_file() and (folder / bundle.WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} is a checkpoint without its run; name it where it was: RUN/checkpoints/step-N")
     else:
         raise CheckpointError(
             f"{folder} holds neither a model nor a run; name a folder with model.json, config.toml or config.json"
@@ -162,14 +170,27 @@ def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]], la
     newest = store.newest(say=printed)
     if newest is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; go on with `trivium train {folder}`")
-    notes: dict[str, Any] = {"run": folder.name, "step": newest.step}
-    tensors: Mapping[str, Tensor | Stored]
-    if average:
-        tensors, notes["average"] = bundle.mean_weights(store, average, say=printed)
-    else:
-        tensors = bundle.stored_in(newest.path, newest.manifest)
-    module = bundle.model_from(settings.read(folder / "config.toml").get("model", {}), tensors, str(folder), parts, lay)
-    return bundle.Bundle(module, open_tokenizer(folder / "tokenizer.json"), notes)
+    if not average:
+        return _from_checkpoint(folder, newest.path, parts, lay)
+    tensors, steps = bundle.mean_weights(store, average, say=printed)
+    return _in_run(folder, tensors, {"step": newest.step, "average": steps}, parts, lay)
+
+
+def _from_checkpoint(run: Path, path: Path, parts: Sequence[type[Any]], lay: Lay) -> bundle.Bundle:
+    """The model of one checkpoint, with the configuration and the tokenizer of its run."""
+    manifest = format.verify(path)
+    return _in_run(run, bundle.stored_in(path, manifest), {"step": manifest.step}, parts, lay)
+
+
+def _in_run(
+    run: Path,
+    tensors: Mapping[str, Tensor | Stored],
+    notes: Mapping[str, Any],
+    parts: Sequence[type[Any]],
+    lay: Lay,
+) -> bundle.Bundle:
+    module = bundle.model_from(settings.read(run / "config.toml").get("model", {}), tensors, str(run), parts, lay)
+    return bundle.Bundle(module, open_tokenizer(run / "tokenizer.json"), {"run": run.name, **notes})
 
 
 class Run:
@@ -187,8 +208,7 @@ class Run:
     @property
     def best(self) -> dict[str, Any] | None:
         """The validation with the lowest loss."""
-        scored = [row for row in self.metrics if row.get("kind") == "valid" and isinstance(row["loss"], float)]
-        return min(scored, key=lambda row: float(row["loss"]), default=None)
+        return records.best(self.metrics)
 
     @property
     def model(self) -> Model:
@@ -224,6 +244,7 @@ def train(
         say=say,
         tick=lambda what, at, of: None,
     )
+    session.alert = say
     for event in session.events():
         text = line(event)
         if text:
@@ -234,14 +255,16 @@ def train(
 def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, Any]:
     """What a run or a saved model says of itself, as plain values."""
     path = Path(folder)
+    if (home := run_of(path)) is not None:
+        return _shown_checkpoint(path, home, parts)
     if not (is_run(path) or (path / bundle.CARD).is_file()):
         raise CheckpointError(f"{path} holds neither a model nor a run; `trivium runs` lists what is here")
     run = Run(path)
-    steps = [row["step"] for row in run.metrics if row.get("kind") == "train"]
+    steps = [row["step"] for row in records.of_kind(run.metrics, "train")]
     card = bundle.card(path / bundle.CARD) if (path / bundle.CARD).is_file() else {}
     table = card.get("config") or settings.read(path / "config.toml").get("model", {})
     config = settings.load(ModelConfig, table, parts=parts)
-    tests = [row for row in run.metrics if row.get("kind") == "test"]
+    tests = records.of_kind(run.metrics, "test")
     return {
         "path": str(path),
         "state": "finished" if card else "unfinished",
@@ -252,4 +275,22 @@ def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, An
         "test": tests[-1] if tests else None,
         "results": results(path),
         "notes": card.get("notes", {}),
+    }
+
+
+def _shown_checkpoint(path: Path, home: Path, parts: Sequence[type[Any]]) -> dict[str, Any]:
+    """What one checkpoint of a run is, and how good it was."""
+    step = format.manifest(path).step
+    config = settings.load(ModelConfig, settings.read(home / "config.toml").get("model", {}), parts=parts)
+    scored = [row for row in records.of_kind(Run(home).metrics, "valid") if row["step"] == step]
+    return {
+        "path": str(path),
+        "state": "checkpoint",
+        "family": config.family,
+        "parameters": config.parameters(),
+        "step": step,
+        "best": scored[-1] if scored else None,
+        "test": None,
+        "results": results(path),
+        "notes": {"run": str(home), "step": step},
     }

@@ -9,18 +9,19 @@ code: kinds and presets are looked up in tables that the package wrote.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trivium.errors import ConfigError
+from trivium.layers import latest, only_path
+from trivium.suggest import Unknown, nearest, setting
 
 T = TypeVar("T")
 Layer = Mapping[str, Any]
@@ -119,7 +120,9 @@ def load(cls: type[T], *layers: Layer, parts: Sequence[type[Any]] = (), start: T
     `parts` are classes from outside the package that a place may name by their class name.
     """
     loader = _Loader({part.__name__: part for part in parts})
-    value = loader.node(cls, {}, start if start is not None else cls(), list(layers), "")
+    base = start if start is not None else cls()
+    value = loader.node(cls, {}, base, list(layers), "")
+    loader.suggest(base)
     ConfigError.gather(loader.errors)
     return typing.cast(T, value)
 
@@ -131,10 +134,27 @@ class _Loader:
     def __init__(self, parts: Mapping[str, type[Any]]) -> None:
         self.parts = parts
         self.errors: list[ConfigError] = []
+        self.unknown: list[Unknown] = []
+        self.bases: dict[str, Any] = {}  # what each table starts from: a preset or a kind, as the layers say
+        self.kinds: dict[str, Mapping[str, type[Any]]] = {}  # of each place that the layers name
 
     def fail(self, key: str, message: str) -> Any:
         self.errors.append(ConfigError(f"{key}: {message}" if key else message))
         return _FAILED
+
+    def suggest(self, base: Any) -> None:
+        """Turn the unknown names into errors, now that all tables are known."""
+        keys = list(self.keys(base, "")) if self.unknown else []
+        self.errors += [ConfigError(setting(unknown, keys)) for unknown in self.unknown]
+
+    def keys(self, base: Any, key: str) -> Iterator[str]:
+        """The keys of every place and leaf at or below `key`."""
+        if key:
+            yield key
+        base = self.bases.get(key, base)
+        if dataclasses.is_dataclass(base):
+            for field in dataclasses.fields(base):
+                yield from self.keys(getattr(base, field.name), f"{key}.{field.name}".lstrip("."))
 
     def node(self, hint: Any, meta: Mapping[str, Any], base: Any, layers: list[Any], key: str) -> Any:
         """The value at `key`: `base` with `layers` laid over it."""
@@ -144,6 +164,8 @@ class _Loader:
             return self.variants(base, layers, key)
         if not ("kinds" in meta or "presets" in meta or dataclasses.is_dataclass(hint)):
             return self.leaf(hint, layers[-1], key)
+        if "kinds" in meta:
+            self.kinds[key] = meta["kinds"]
         start = self.start(meta, base, layers, key)
         return _FAILED if start is _FAILED else self.fields(start[0], start[1], key)
 
@@ -159,7 +181,8 @@ class _Loader:
                 if dataclasses.is_dataclass(layer) and not isinstance(layer, type):
                     base, tables, named = layer, [], None
                     continue
-                return self.fail(key, f"expects a table of settings, not {_show(layer)}")
+                first = "".join(f"; set {key}.{name}" for name in _names(type(base))[:1])
+                return self.fail(key, f"expects a table of settings, not {_show(layer)}{first}")
             table = dict(layer)
             if "" in table and short:
                 table[short] = table.pop("")
@@ -175,19 +198,22 @@ class _Loader:
         if named is not None:
             maker = meta["presets"].get(str(named))
             if maker is None:
-                return self.fail(key, f"there is no preset {str(named)!r}{_nearest(str(named), meta['presets'])}")
+                return self.fail(key, f"there is no preset {str(named)!r}{nearest(str(named), meta['presets'])}")
             base = maker()
         return base, tables
 
     def kind(self, table: Mapping[str, type[Any]], name: Any, key: str) -> Any:
         cls = table.get(str(name)) or self.parts.get(str(name))
-        return cls or self.fail(f"{key}.kind", f"there is no kind {str(name)!r}{_nearest(str(name), table)}")
+        return cls or self.fail(f"{key}.kind", f"there is no kind {str(name)!r}{nearest(str(name), table)}")
 
     def fields(self, base: Any, layers: list[dict[str, Any]], key: str) -> Any:
         cls = type(base)
+        self.bases[key] = base
+        base, layers = latest(base, layers)
         hints, fields = _hints(cls), {field.name: field for field in dataclasses.fields(cls)}
-        for name in dict.fromkeys(name for layer in layers for name in layer if name not in fields):
-            self.fail(f"{key}.{name}".lstrip("."), f"is not a setting{_nearest(name, fields)}")
+        for name, value in {name: layer[name] for layer in layers for name in layer if name not in fields}.items():
+            kinds = {kind: _names(one) for kind, one in self.kinds.get(key, {}).items()}
+            self.unknown.append(Unknown(key, name, only_path(value), list(fields), kinds))
         values: dict[str, Any] = {}
         for name, field in fields.items():
             given = [layer[name] for layer in layers if name in layer]
@@ -236,10 +262,10 @@ def _convert(hint: Any, value: Any) -> Any:
         value = str(value) if isinstance(value, Text) else value
         if value in args:
             return value
-        raise ValueError(f"{_show(value)} is not one of {', '.join(map(str, args))}{_nearest(str(value), args)}")
+        raise ValueError(f"{_show(value)} is not one of {', '.join(map(str, args))}{nearest(str(value), args)}")
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            value = [typed if args[0] is str else value]
+            value = _items(typed) if isinstance(typed, Text) else [value]
         return tuple(_convert(args[0], item) for item in value)
     if hint is bool and isinstance(value, bool):
         return value
@@ -250,6 +276,13 @@ def _convert(hint: Any, value: Any) -> Any:
     if hint is str and isinstance(value, str | Path):
         return _unicode(_unquote(value) if isinstance(value, Text) else str(value))
     raise ValueError(f"expects {_NAMES.get(hint, hint)}, not {_show(value)}")
+
+
+def _items(text: Text) -> list[Text]:
+    """The items of a list on the command line, parted by commas; a text in quotes is one item."""
+    if text[:1] in ("'", '"') and isinstance(_typed(text), str):
+        return [text]
+    return [Text(item.strip()) for item in text.split(",") if item.strip()]
 
 
 def _convert_any(hints: Sequence[Any], value: Any) -> Any:
@@ -285,22 +318,17 @@ def _unquote(text: Text) -> str:
 
 
 def _show(value: Any) -> str:
-    text = repr(str(value) if isinstance(value, Text) else value)
+    text = str(value).lower() if isinstance(value, bool) else repr(str(value) if isinstance(value, Text) else value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _nearest(name: str, names: Iterable[Any]) -> str:
-    """A hint: the valid name nearest to a misspelt one, or all of them if there are few."""
-    known = [str(known) for known in names]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; it is one of {', '.join(known)}" if 0 < len(known) <= 12 else ""
 
 
 def unknown(what: str, name: str, names: Iterable[str]) -> ConfigError:
     """The error for a name that is in no table, with the nearest one that is."""
-    return ConfigError(f"there is no {what} {name!r}{_nearest(name, names)}")
+    return ConfigError(f"there is no {what} {name!r}{nearest(name, names)}")
+
+
+def _names(cls: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:

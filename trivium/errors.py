@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 
 
@@ -69,6 +74,16 @@ class Interrupted(TriviumError):
     def __init__(self, message: str, exit_code: int) -> None:
         self.exit_code = exit_code
         super().__init__(message)
+
+
+def pip_install(*packages: str) -> str:
+    """The command that installs packages for the Python that runs this, whether its environment is active or not."""
+    own, found = os.path.abspath(sys.executable or "python"), shutil.which("python")
+    if found is not None and os.path.abspath(found) == own:
+        own = "python"
+    with contextlib.suppress(OSError):  # the current folder may be gone
+        own = own.removeprefix(os.getcwd() + os.sep)
+    return f"{shlex.quote(own)} -m pip install {' '.join(packages)}"
 
 
 def _join(key: str, problem: str) -> str:

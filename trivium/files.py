@@ -5,17 +5,21 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
 import stat
+import time
 import weakref
 from pathlib import Path
 from types import TracebackType
 
 from trivium.errors import BusyError
 
-_TEMPORARY = re.compile(r"\.tmp-.+-\d+")
+LOCK = ".lock"
+_TEMPORARY = re.compile(r"\.tmp-.+-\d+", re.DOTALL)
+_AGAIN = 0.05  # seconds until a lock that is held is tried once more: `is_held` takes it for a moment
 
 
 def temporary(path: Path) -> Path:
@@ -90,6 +94,14 @@ def read_inside(folder: Path, name: str, most: int) -> bytes:
     return data
 
 
+def exists_already(path: Path) -> str:
+    """The sentence about a place that is taken: it names another one, and never asks for anything to be deleted."""
+    base = Path("exported") / path.name if (path / "config.toml").exists() else path
+    names = (base.with_name(f"{base.stem}-{number}{base.suffix}") for number in itertools.count(2))
+    free = next(other for other in itertools.chain([base], names) if not os.path.lexists(other))
+    return f"{path} already exists and is not replaced; name another place, such as {free}"
+
+
 def sha256(path: Path) -> str:
     """The sha256 of a file in hexadecimal, in bounded memory."""
     with path.open("rb") as file:
@@ -102,8 +114,18 @@ def remove_leftovers(folder: Path) -> None:
     The process number in a name is no reason to spare it: in a container the next run often has the same one.
     """
     for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
+        if is_leftover(path):
             remove(path)
+
+
+def final_name(path: str) -> str:
+    """A path as the user knows it: what is being prepared by the name that it is going to have."""
+    return re.sub(r"(?:^|(?<=/))\.tmp-([^/]+)-\d+(?=/|$)", r"\1", path)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether it has a name under which something is prepared or retired."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def remove(path: Path) -> None:
@@ -112,6 +134,21 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process that lives holds the lock on a folder."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class Lock:
@@ -125,10 +162,9 @@ class Lock:
         self._descriptor = -1
 
     def __enter__(self) -> Lock:
-        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            # flock, not lockf: it belongs to this opening of the file, so it also refuses within one process.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
             os.ftruncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
         except BlockingIOError:
@@ -154,6 +190,15 @@ class Lock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _take(descriptor: int) -> None:
+    # flock, not lockf: it belongs to this opening of the file, so it also refuses within one process.
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_AGAIN)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _close_in_children(lock: Lock) -> None:

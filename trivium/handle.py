@@ -174,12 +174,14 @@ class Model:
         ensemble: Sequence[Model] = (),
         rows: int = 0,
         tick: Callable[[int, int], None] = lambda done, of: None,
+        each: Callable[[list[Hypothesis]], None] | None = None,
     ) -> Any:
         """The best translation of each text by beam search: a string with `.score`, `.logprob`, `.ids` and `.reason`.
 
         With n > 1 a list of the n best; one text gives one answer, a list a list. `ensemble` names other models of the
         same tokenizer that vote with this one. At most `tokens` tokens, 0 means 50 more than the source. `language` is
-        the code of the target for a model that was trained on several, as "fra" for Marian's >>fra<<.
+        the code of the target for a model that was trained on several, as "fra" for Marian's >>fra<<. `each` is called
+        with the n best of every text, in order and before the last one is done.
         """
         if self.config.family != "encoder-decoder":
             raise RequestError(f"a model of the {self.config.family} family cannot translate; load an encoder-decoder")
@@ -199,9 +201,10 @@ class Model:
             stop_ids=self._ends,
             rows=rows,
             tick=tick,
+            each=each,
         )
-        each: list[Any] = [best if n > 1 else best[0] for best in found]
-        return each[0] if isinstance(texts, str) else each
+        answers: list[Any] = [best if n > 1 else best[0] for best in found]
+        return answers[0] if isinstance(texts, str) else answers
 
     def search(
         self, prompt: str, *, tokens: int = 100, beams: int = 4, alpha: float = 0.6, n: int = 1

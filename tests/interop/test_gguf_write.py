@@ -199,7 +199,7 @@ def test_an_export_makes_its_folder_and_never_replaces_one_or_a_file(tmp_path: P
     path = tmp_path / "new" / "model.gguf"
     exported(alive(PLAIN), path)
     whole = path.read_bytes()
-    with pytest.raises(CheckpointError, match=r"model\.gguf already exists; delete it or name another file"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf already exists and is not replaced; name another place"):
         exported(alive(PLAIN, seed=1), path)
     assert path.read_bytes() == whole
     with pytest.raises(CheckpointError, match=r"is a folder; name a file in it, such as .*model.gguf"):

@@ -18,12 +18,12 @@ from trivium.config import load
 from trivium.errors import CheckpointError, Interrupted
 from trivium.training import calibrate, prepare, session
 from trivium.training.events import Progress, Said, Validated
-from trivium.training.guards import Signals
 from trivium.training.job import Job
 from trivium.training.loop import Update, updates
 from trivium.training.prepare import Ground
 from trivium.training.recipe import Recipe
 from trivium.training.session import Session
+from trivium.training.signals import Signals
 from trivium.training.validate import Result, validate
 
 Make = Callable[..., Recipe]
@@ -174,7 +174,7 @@ def test_decisions_outlive_a_kill_and_are_obeyed(small: Make, tmp_path: Path, mo
     clock.step = 0.3
     resumed = again(run.ground, clock)
     events = finish(resumed)
-    assert any(isinstance(event, Said) and "went on from" in event.text for event in events)
+    assert any(isinstance(event, Said) and event.text.startswith("resumed at step") for event in events)
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     after = {row["step"]: (row["rate"], row["loss"]) for row in rows if row["kind"] == "train"}
     decided = json.loads(knots.splitlines()[-1])["step"]

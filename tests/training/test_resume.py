@@ -22,6 +22,7 @@ from trivium.checkpoints.store import Store
 from trivium.config import write
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
+from trivium.training.signals import SENTENCE
 
 Make = Callable[..., Recipe]
 
@@ -150,6 +151,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on_exactly(
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert "go on with" in errors
+    assert SENTENCE in errors
     assert "Traceback" not in errors
     stopped = Store(folder / "checkpoints").newest(say=print)
     assert stopped is not None

@@ -56,7 +56,7 @@ def demonstrate(family: str, settings: Sequence[str], runs: Path) -> None:
 def _one(name: str, recipe: Recipe | None, layer: dict[str, Any], runs: Path) -> None:
     folder = _folder(runs, name)
     if recipe is None and not layer and (folder / "model.json").is_file():
-        typer.echo(f"{folder} is trained already; remove the folder to train it again", err=True)
+        typer.echo(f"{folder} is trained already; `trivium demo --runs FOLDER` trains another one", err=True)
     else:
         with watcher() as watch:
             session = (
@@ -64,6 +64,7 @@ def _one(name: str, recipe: Recipe | None, layer: dict[str, Any], runs: Path) ->
                 if recipe is None
                 else open_run(recipe, {}, runs=runs, say=watch.say, tick=watch.tick)
             )
+            session.alert = watch.alert
             for event in session.events():
                 watch.event(event)
     DEMOS[name].show(api.load(folder, device="cpu"), folder)

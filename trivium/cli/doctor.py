@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import trivium
+from trivium.errors import pip_install
 from trivium.training.device import choose
 
 _PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "rich", "typer", "sacrebleu")
@@ -39,4 +40,4 @@ def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return f"missing: pip install {name}"
+        return f"missing: {pip_install(name)}"

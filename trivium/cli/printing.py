@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,8 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from trivium.errors import RequestError
+from trivium.files import final_name
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+
+
+def is_piped() -> bool:
+    """Whether standard input is a pipe or a file and no terminal."""
+    return sys.stdin is not None and not sys.stdin.isatty()
 
 
 def standard_input() -> str:
@@ -20,6 +27,22 @@ def standard_input() -> str:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is not UTF-8 text (byte {error.start})") from None
+
+
+def os_error(error: OSError) -> str:
+    """What the operating system refused, in a sentence that says what to do."""
+    why = error.strerror or str(error)
+    what = f"{final_name(str(error.filename))}: {why}" if error.filename else why
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}; make room, or name another place"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{what}; change who may use it, or name another place"
+    return what
+
+
+def quoted(text: str) -> str:
+    """A text as it is, or in quotes where one could not see it."""
+    return text if text.isprintable() and text.strip() == text and text else json.dumps(text, ensure_ascii=False)
 
 
 def print_json(value: Any) -> None:

@@ -16,6 +16,7 @@ from trivium.data.shards import Shards, Split
 from trivium.data.show import Cell, preview
 from trivium.data.sources import texts, total_bytes
 from trivium.errors import DataError
+from trivium.files import exists_already
 from trivium.text.kinds import TOKENIZERS
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
@@ -64,7 +65,7 @@ def build(
     layer = {"paths": list(paths), "valid": Text(valid), "separator": separator, "field": field}
     config = settled(load(DataConfig, layer))
     if out.exists():
-        raise DataError(f"{out} exists already; remove it or name another folder")
+        raise DataError(exists_already(out))
     known = Path(tokenizer)
     chosen = open_tokenizer(known) if known.exists() else train_tokenizer(paths, tokenizer, size, given, tick, config)
     made = data.build(config, chosen, out, progress=lambda at, of: tick("data", at, of), say=say)

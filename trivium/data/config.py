@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trivium.config import at_least
 from trivium.errors import ConfigError
@@ -20,6 +20,7 @@ SHARE, MOST, ENOUGH = 0.01, 0.1, 1 << 16  # what `auto` keeps for validation: of
 class DataConfig:
     """Which text, or which pairs of sentences, a run reads, and what of it is kept for validation."""
 
+    ALTERNATIVES: ClassVar = (("paths", "weights"), ("source", "target", "valid_source", "valid_target"), ("pairs",))
     # Text files, .gz, .xz, .jsonl (also compressed), folders of them, or one folder of built shards.
     paths: tuple[str, ...] = ()
     # The share of each path in every stretch of training, whatever its size; () means all text as one.

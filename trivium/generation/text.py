@@ -143,7 +143,9 @@ def prompt_of(scorer: Scorer, tokenizer: Tokenizer, text: str, *, language: str 
         return Prompt(ids=(*frame.before, *ids) or (tokenizer.begin,))
     ids = [*_towards(tokenizer, text, language), *ids]
     if not frame.start:
-        raise RequestError(f"the tokenizer has no special token {PAD}, with which a decoder behind a source begins")
+        raise RequestError(
+            f"the tokenizer has no special token {PAD}, which a decoder with a source starts from; load another"
+        )
     return Prompt(ids=frame.start, source=(*frame.before, *ids, *frame.after))
 
 

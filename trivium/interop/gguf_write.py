@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import CheckpointError, RequestError
-from trivium.files import sync_folder, temporary
+from trivium.files import exists_already, sync_folder, temporary
 from trivium.interop import proof
 from trivium.interop.architectures.architecture import first_block, like
 from trivium.interop.architectures.llama import QK_EPS
@@ -71,7 +71,7 @@ def export_gguf(
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; name a file in it, such as {path / 'model.gguf'}")
     if path.exists():
-        raise CheckpointError(f"{path} already exists; delete it or name another file")
+        raise CheckpointError(exists_already(path))
     target = find(module.config)
     meta = shapes_of(module.config)
     if weights(module).keys() != weights(meta).keys():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trivium.errors import CheckpointError, RequestError
-from trivium.files import sync_folder, temporary, write_synced
+from trivium.files import exists_already, sync_folder, temporary, write_synced
 from trivium.interop import proof, shards
 from trivium.interop.alike import resolved
 from trivium.interop.architectures import ARCHITECTURES
@@ -59,7 +59,7 @@ def export_folder(
     `labels` name the classes of a classifier.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} already exists; delete it or name another folder")
+        raise CheckpointError(exists_already(folder))
     tokenizer = None if isinstance(tokenizer, MissingTokenizer) else tokenizer
     target = _labelled(find(module.config), labels)
     frame = Frame() if tokenizer is None else frame_of(module.config.family, tokenizer)

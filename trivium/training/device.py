@@ -38,17 +38,20 @@ def settle(recipe: Recipe) -> Recipe:
     """The recipe with everything decided that depends on this machine."""
     device = choose(recipe.device)
     cuda = device.type == "cuda"
+    errors: list[str] = []
     if recipe.precision == "fp8" and not fp8.available(device):
-        raise ConfigError("precision: this device has no fp8 products (a GPU of compute capability 8.9); try bf16")
+        errors.append("precision: this device has no fp8 products (a GPU of compute capability 8.9); try bf16")
     if recipe.compile == "graphs" and not cuda:
-        raise ConfigError("compile: graphs are recorded on a GPU; try compile=off")
+        errors.append("compile: graphs are recorded on a GPU; try compile=off")
     native = native_bf16(device)
     if recipe.precision == "bf16" and cuda and not native:
-        raise ConfigError("precision: this GPU has no bf16 instructions (compute capability 8.0); try fp16")
+        errors.append("precision: this GPU has no bf16 instructions (compute capability 8.0); try fp16")
     precision = recipe.precision if recipe.precision != "auto" else "bf16" if native else "fp32"
     mixed = precision in ("bf16", "fp8")
     if recipe.stream == "bf16" and not mixed:
-        raise ConfigError(f"stream: bf16 goes with precision bf16 or fp8, not {precision}; try stream=fp32")
+        errors.append(f"stream: bf16 goes with precision bf16 or fp8, not {precision}; try stream=fp32")
+    if errors:
+        raise ConfigError(*errors)
     stream = recipe.stream if recipe.stream != "auto" else "bf16" if cuda and mixed else "fp32"
     compiled = recipe.compile if recipe.compile != "auto" else "on" if cuda else "off"
     threads = recipe.threads or torch.get_num_threads()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.files import write_atomic
+from trivium.records import rows_in
 
 
 class Journal:
@@ -54,7 +55,7 @@ class Journal:
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows, also those that are not on the disk yet."""
-        return _rows(self._left if self._anew else self._content() + self._left)
+        return rows_in(self._left if self._anew else self._content() + self._left)
 
     def _content(self) -> bytes:
         if self._file is not None:
@@ -70,19 +71,7 @@ class Journal:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a journal; a last line torn by a crash is left out."""
-    return _rows(path.read_bytes()) if path.is_file() else []
-
-
-def _rows(content: bytes) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for line in content.split(b"\n"):  # and not `splitlines`: a text in a row may hold other line separators
-        try:
-            row = json.loads(line.decode("utf-8", errors="replace"))
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            found.append(row)
-    return found
+    return rows_in(path.read_bytes()) if path.is_file() else []
 
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from trivium import config as settings
-from trivium.files import Lock, write_atomic
+from trivium import records
+from trivium.files import Lock, remove_leftovers, write_atomic
 from trivium.training.device import environment
 from trivium.training.metrics import Journal
 from trivium.training.prepare import Ground
@@ -33,10 +34,14 @@ class Home:
         self.recipe = ground.recipe
         self.folder = ground.folder
         self._locks = contextlib.ExitStack()
+        self._about = b""  # as it was written when the run began
         self._mark: os.stat_result | None = None  # of the lock file: another one there means another folder
 
     def __enter__(self) -> Home:
         self._lock()
+        with contextlib.suppress(OSError):
+            self._about = (self.folder / records.ABOUT).read_bytes()
+            remove_leftovers(self.folder)
         return self
 
     def __exit__(
@@ -59,6 +64,8 @@ class Home:
         self.ground.tokenizer.save(self.folder / "tokenizer.json")
         facts = json.dumps(environment(self.ground.recipe), indent=2) + "\n"
         write_atomic(self.folder / "env.json", facts.encode())
+        if self._about:
+            write_atomic(self.folder / records.ABOUT, self._about)
         return True
 
     def _present(self, mark: os.stat_result) -> bool:

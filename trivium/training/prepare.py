@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from trivium import config as settings
+from trivium import records
 from trivium.data import shards as data
 from trivium.data.bucketing import Buckets, Pairs
 from trivium.data.loader import Order, Ordering
@@ -30,15 +31,17 @@ from trivium.errors import CheckpointError, ConfigError
 from trivium.files import write_synced
 from trivium.models.transformer import build, with_vocab
 from trivium.objectives.objective import Task
-from trivium.objectives.options import Masked, Seq2Seq
+from trivium.objectives.options import Seq2Seq
 from trivium.optim.onepass import with_twins
 from trivium.parts.linear import narrowed
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
+from trivium.training.about import describe, preset_of
 from trivium.training.calibrate import measure, rows_that_fit
+from trivium.training.checks import check_form, ready, taken
 from trivium.training.deadline import VALIDATION
-from trivium.training.device import autocast, environment, settle
+from trivium.training.device import autocast, environment
 from trivium.training.fit import fitted
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
@@ -109,33 +112,20 @@ def lay(
     runs: Path,
     *,
     parts: Sequence[type[Any]] = (),
+    tables: Sequence[Mapping[str, Any]] = (),
     say: Say,
     tick: Tick,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ground:
-    """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text."""
+    """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text.
+
+    `tables` are those that the recipe was read from; they name its preset.
+    """
     folder = runs / recipe.name
-    if not recipe.name:
-        raise ConfigError("name: a run needs a name; add name=NAME")
-    if folder.exists():
-        raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}` or set another name")
-    if not (recipe.data.paths or recipe.data.paired):
-        raise ConfigError("data.paths: no text is named; add data.paths=FILE")
-    if not (recipe.budget.steps or recipe.budget.tokens or recipe.budget.minutes):
-        raise ConfigError(
-            "budget: nothing says how long to train; add budget.steps=N, budget.tokens=N or budget.minutes=N"
-        )
-    recipe = replace(settle(recipe), data=recipe.data.below(Path.cwd()))
-    pairs = isinstance(recipe.objective, Seq2Seq) and not recipe.data.pack
-    recipe = replace(recipe, batch=recipe.batch.settled(pairs=pairs))
-    recipe = start.taken_over(recipe, parts=parts, say=say)
-    # a model far too large is refused before its text is read
-    fitted(recipe, length=recipe.data.length, say=lambda text: None)
+    recipe = ready(recipe, folder, parts=parts, say=say)
     built = data.built_shards(recipe.data)
     if built is None:
-        _check_form(recipe, pairs=recipe.data.paired)
-        recipe = replace(recipe, data=settled(recipe.data))  # a missing file is refused before a folder is made
-        training_files(recipe.data)
+        recipe = replace(recipe, data=settled(recipe.data))
     else:
         say(f"the shards in {built} bring their own tokenizer and validation text")
         recipe = replace(recipe, tokenizer=File(path=str(built / "tokenizer.json")))
@@ -159,13 +149,15 @@ def lay(
         if notes := start.notes(recipe):
             write_synced(scratch / START, (json.dumps(notes, ensure_ascii=False) + "\n").encode())
         write_synced(scratch / "config.toml", settings.write(ground.recipe).encode())
+        about = describe(ground.recipe, tokenizer, shards, preset_of(ground.recipe, *tables))
+        write_synced(scratch / records.ABOUT, about)
         write_synced(scratch / "env.json", (json.dumps(environment(recipe), indent=2) + "\n").encode())
         try:
             os.rename(scratch, folder)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-            raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}`") from None
+            raise ConfigError(f"name: {taken(folder)}") from None
     return replace(reopen(folder, ground.recipe), spent=ground.spent)
 
 
@@ -182,10 +174,8 @@ def reopen(folder: Path, recipe: Recipe) -> Ground:
 
 
 def _ground(folder: Path, recipe: Recipe, tokenizer: Tokenizer, shards: Shards) -> Ground:
-    _check_form(recipe, pairs=paired(shards))
+    check_form(recipe, pairs=paired(shards))
     length, model = recipe.data.length, recipe.model
-    if length > model.context:
-        raise ConfigError(f"data.length: {length} is more than the {model.context} of model.context; lower it")
     task = recipe.objective.bind(tokenizer, replace(model, context=length) if length else model)
     return Ground(folder=folder, recipe=recipe, tokenizer=tokenizer, shards=shards, task=task)
 
@@ -366,25 +356,6 @@ def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float
     before = clock()
     validate(trial, rows, limit=part)
     return (clock() - before) * wanted / part
-
-
-def _check_form(recipe: Recipe, *, pairs: bool) -> None:
-    """Refuse pairs without an objective that reads them, and an objective or a batch of pairs without pairs."""
-    asks = isinstance(recipe.objective, Seq2Seq)
-    if pairs and not asks:
-        raise ConfigError("objective: pairs are learned with objective=seq2seq; set it, or name text in data.paths")
-    if asks and not pairs:
-        raise ConfigError("data: objective=seq2seq learns from pairs; set data.source and data.target, or data.pairs")
-    if recipe.data.pack and not pairs:
-        raise ConfigError("data.pack: text fills its rows anyway, only pairs are packed; leave it out")
-    if recipe.data.pack and recipe.batch.tokens:
-        raise ConfigError("batch.tokens: packed pairs fill rows of one length; set batch.rows instead")
-    if recipe.batch.tokens and not pairs:
-        raise ConfigError("batch.tokens: rows of text are all of one length; set batch.rows instead")
-    if recipe.data.shift != "none" and (
-        pairs or (isinstance(recipe.objective, Masked) and recipe.objective.frame == "pair")
-    ):
-        raise ConfigError("data.shift: only rows that are cut from a text one after another can be; leave it out")
 
 
 def _order(recipe: Recipe, rows: Examples) -> Ordering:

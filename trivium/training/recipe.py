@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trivium.config import at_least, kind_of, place, preset
 from trivium.data.config import DataConfig
@@ -58,6 +58,7 @@ class BatchConfig:
 class Budget:
     """How long to train: one of the three. Minutes are a deadline, which the schedule follows by the clock."""
 
+    ALTERNATIVES: ClassVar = (("steps",), ("tokens",), ("minutes", "planned", "knots", "shares"))
     steps: int = 0
     tokens: int = 0
     minutes: float = 0.0
@@ -69,10 +70,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name)]
-        if min(self.steps, self.tokens, self.minutes) < 0:
-            raise ConfigError("a budget cannot be negative")
+        for name in ("steps", "tokens", "minutes"):
+            at_least(name, getattr(self, name), 0)
         if len(given) > 1:
-            raise ConfigError(f"{given[1]}: a budget is steps, tokens or minutes, not several; set {given[0]} to 0")
+            raise ConfigError(f"{given[1]}: a budget is steps, tokens or minutes, not several; leave {given[0]} out")
         at_least("planned", self.planned, 0)
         rising = all(a < b for a, b in pairwise((0, *self.knots)))
         shares = (0.0, *self.shares, 1.0)
@@ -132,7 +133,8 @@ class Sample:
 
 
 # What a recipe that says nothing means, and what a run that starts from another model takes over from there.
-MODEL, TOKENIZER = PRESETS["gpt-mini"](), Bpe()
+DEFAULT = "gpt-mini"
+MODEL, TOKENIZER = PRESETS[DEFAULT](), Bpe()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

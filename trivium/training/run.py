@@ -16,6 +16,7 @@ from trivium.training import prepare
 from trivium.training.device import settle
 from trivium.training.prepare import Ground, Say, Tick
 from trivium.training.recipe import FIXED, Recipe
+from trivium.training.scratch import sweep
 from trivium.training.session import Session
 
 __all__ = ["RUNS", "Session", "is_run", "open_run", "read_recipe"]
@@ -32,6 +33,15 @@ def read_recipe(source: Path, *layers: Mapping[str, Any], parts: Sequence[type[A
     """The recipe in a TOML file with `layers` laid over it, named after the file unless it says otherwise."""
     recipe = settings.load(Recipe, _replanned(settings.read(source), *layers), *layers, parts=parts)
     return recipe if recipe.name else replace(recipe, name=source.stem)
+
+
+def with_data_below(recipe: Recipe, folder: Path | None) -> Recipe:
+    """The recipe with its relative paths of data below a folder, if one is given."""
+    if folder is None:
+        return recipe
+    if not folder.is_dir():
+        raise ConfigError(f"--data-dir: {folder} is not a folder; name the one that holds the recipe's data")
+    return replace(recipe, data=recipe.data.below(folder))
 
 
 def open_run(
@@ -51,15 +61,14 @@ def open_run(
     if isinstance(source, Path) and source.is_dir():
         if not is_run(source):
             raise ConfigError(f"{source} is not a run: it has no config.toml; name a recipe or a run's folder")
+        sweep(source.absolute().parent)
         return Session(_resumed(source, layer, parts, say, tick), say)
     recipe = read_recipe(source, layer, parts=parts) if isinstance(source, Path) else source
     if not isinstance(source, Path) and layer:
         recipe = settings.load(Recipe, layer, parts=parts, start=recipe)
-    if data_dir is not None:
-        if not data_dir.is_dir():
-            raise ConfigError(f"--data-dir: {data_dir} is not a folder")
-        recipe = replace(recipe, data=recipe.data.below(data_dir))
-    return Session(prepare.lay(recipe, runs, parts=parts, say=say, tick=tick), say)
+    recipe = with_data_below(recipe, data_dir)
+    tables = [*([settings.read(source)] if isinstance(source, Path) else []), layer]
+    return Session(prepare.lay(recipe, runs, parts=parts, tables=tables, say=say, tick=tick), say)
 
 
 def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]], say: Say, tick: Tick) -> Ground:
@@ -83,22 +92,27 @@ def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]],
     changed = {key: value for key, value in settings.flat(recipe).items() if repr(before.get(key)) != repr(value)}
     unsafe = [key for key in changed if key.startswith(FIXED)]
     if unsafe:
+        key = unsafe[0]
+        was = f"{key} was {before[key]!r}, not {changed[key]!r}" if key in before else f"it had no {key}"
         raise CheckpointError(
-            f"{folder} holds checkpoints for another configuration: {unsafe[0]} was {before.get(unsafe[0])!r}, "
-            f"not {changed[unsafe[0]]!r}; start a new run with name=NAME"
+            f"{folder} holds checkpoints for another configuration: {was}; start a new run with name=NAME"
         )
     if not (recipe.budget.steps or recipe.budget.planned):
         raise ConfigError("budget.steps: a run goes on for a number of steps; set budget.steps")
     decided = ("budget.planned", "budget.knots", "budget.shares")
     for key, value in ((key, value) for key, value in changed.items() if key not in decided):
-        say(f"{key} changed from {before.get(key)!r} to {value!r}")
+        say(f"{key} changed from {before[key]!r} to {value!r}" if key in before else f"{key} is {value!r} now")
     _check_data(folder, recipe, say, tick)
     return prepare.reopen(folder, recipe)
 
 
 def _replanned(written: dict[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file; if a layer has another budget, without the file's own and what was decided for it."""
-    return written if not any("budget" in layer for layer in layers) else {**written, "budget": {}}
+    """The settings of a file; if a layer has another budget, without what was decided for the file's own."""
+    own = written.get("budget")
+    if not isinstance(own, Mapping) or not any("budget" in layer for layer in layers):
+        return written
+    decided = ("planned", "knots", "shares")
+    return {**written, "budget": {name: value for name, value in own.items() if name not in decided}}
 
 
 def _explicit(written: dict[str, Any]) -> dict[str, Any]:

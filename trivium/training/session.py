@@ -16,13 +16,11 @@ from trivium.checkpoints.store import Checkpoint, Store
 from trivium.data.shards import changed_sources
 from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError
 from trivium.files import write_atomic
-from trivium.generation.sampling import Sampling
-from trivium.generation.text import complete
 from trivium.training import prepare
 from trivium.training.deadline import Deadline, repeatable
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
 from trivium.training.fit import fitted
-from trivium.training.guards import Signals, Soundness, enough_memory
+from trivium.training.guards import Soundness, enough_memory, is_out_of_memory
 from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
 from trivium.training.pace import Pace
@@ -30,6 +28,8 @@ from trivium.training.persist import WAITS, Home, Record, Retry, reason
 from trivium.training.prepare import Ground, Say
 from trivium.training.process import process_settings
 from trivium.training.rollback import History, replay
+from trivium.training.samples import samples
+from trivium.training.signals import Signals, to_standard_error
 from trivium.training.spikes import Alarm, Detector, Rollback
 from trivium.training.stages import stage
 from trivium.training.timeline import Timeline
@@ -56,6 +56,7 @@ class Session:
         self.folder = ground.folder
         self.recipe = recipe = ground.recipe
         self.say = say
+        self.alert: Say = to_standard_error  # called by another thread while a step runs
         self.clock = clock
         self.sleep = sleep
         spike = recipe.spike
@@ -84,7 +85,7 @@ class Session:
         """Train, and tell what happens; closing the iterator early leaves a valid run behind."""
         self._start_clock()
         process = process_settings(self.recipe, self.folder.parent)
-        with self.home, process, Signals() as signals, enough_memory(self.recipe, self.folder):
+        with self.home, process, Signals(self.alert) as signals, enough_memory(self.recipe, self.folder):
             try:
                 job = yield from self._resume()
                 while (alarm := (yield from self._train(job, signals))) is not None:
@@ -130,7 +131,7 @@ class Session:
                 yield self._validate(job)
                 again = again or self._best_of_all() or self.trend.is_exhausted
             if sampling and not stopping:
-                yield self._sample(job)
+                yield from self._sample(job)
             if saving or again or stopping or self.record.gone:
                 yield from self._save(job, now=saving or stopping > 0)
             if stopping:
@@ -149,7 +150,6 @@ class Session:
     def _due(self, step: int, timeline: Timeline) -> tuple[bool, bool]:
         """Whether validation and a sample follow this step."""
         sampling = bool(self.recipe.sample.every) and timeline.due(self.recipe.sample.every, step)
-        sampling = sampling and self.recipe.model.family == "decoder"  # the others do not write by themselves
         validating = timeline.due(self.recipe.evaluate.every, step) and len(self.ground.valid) > 0
         return validating and (self.deadline.allows_validation or timeline.ends(step)), sampling
 
@@ -163,7 +163,7 @@ class Session:
             yield self._validate(job)
             yield from self._save(job)
         if sampling and job.step not in {row.get("step") for row in self.record.samples.rows()}:
-            yield self._sample(job)
+            yield from self._sample(job)
 
     def _read(self, pending: Pending, behind: int) -> Alarm | None:
         """Judge the numbers that have come from the device, waiting for all but the last `behind`; a bad one may end
@@ -213,7 +213,7 @@ class Session:
         known = self._write_down()
         self.lines.attempt(job.step, self.record.flush)
         if bad := [str(u.step) for u, _, _, ok in known if not (ok or u.overflow)]:
-            self.notes.append(f"skipped {len(bad)} update(s) that were not finite: step {', '.join(bad)}")
+            self.notes.append(f"skipped what was not finite in loss or gradient: step {', '.join(bad)}")
         yield from self._told()
         good = [(loss, norm) for _, loss, norm, ok in known if ok]
         if good:
@@ -238,23 +238,20 @@ class Session:
             self.notes.append(warning)
         return Validated(job.step, loss, bits, better)
 
-    def _sample(self, job: Job) -> Event:
-        wanted = self.recipe.sample
-        tokens = min(wanted.tokens, self.recipe.model.context - 1)
+    def _sample(self, job: Job) -> Iterator[Event]:
         try:
             with job.in_use(), self.pace.pause("sample"):
-                [[text]] = complete(
-                    job.model,
-                    self.ground.tokenizer,
-                    [wanted.prompt],
-                    tokens=tokens,
-                    sampling=Sampling(temperature=wanted.temperature),
-                    seed=self.recipe.seed,
-                )
-        except RequestError as error:
-            return Said(f"no sample: {error}")
-        self.record.samples.add([{"step": job.step, "prompt": wanted.prompt, "text": str(text)}])
-        return Sampled(job.step, wanted.prompt, str(text))
+                found = list(samples(job, self.ground))
+        except (RequestError, CheckpointError) as error:
+            yield Said(f"no sample: {error}")
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            yield Said("no sample: there is not enough memory beside the training; set sample.every=0")
+            return
+        self.record.samples.add([_row(sample) for sample in found])
+        yield from found
 
     def _save(self, job: Job, now: bool = False) -> Iterator[Event]:
         """Save a checkpoint, or say why not and leave it to a later step."""
@@ -318,8 +315,8 @@ class Session:
         self._load(job, found)
         self.record.flush()
         if found is not None:
-            done = job.timeline.ends(job.step)
-            yield Said(f"all {job.total} steps are done" if done else f"went on from {found.path}")
+            where = f"resumed at step {job.step} of {job.total} from {found.path.name}"
+            yield Said(f"all {job.total} steps are done" if job.timeline.ends(job.step) else where)
         return job
 
     def _load(self, job: Job, found: Checkpoint | None, fresh: Job | None = None) -> None:
@@ -414,6 +411,12 @@ class Session:
         bundle.save(self.folder, self.recipe.model, weights, self.ground.tokenizer, origin)
         self.home.describe(repeatable(self.recipe, job.timeline))
         write_atomic(self.folder / "report.html", report.page(self.folder).encode())
+
+
+def _row(sample: Sampled) -> dict[str, Any]:
+    """A sample as a line of samples.jsonl."""
+    row: dict[str, Any] = {"step": sample.step, "prompt": sample.prompt, "text": sample.text}
+    return {**row, "reference": sample.reference} if sample.reference else row
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -230,4 +230,5 @@ def _check_optimizer(recipe: Recipe, origin: Origin) -> None:
 def _difference(model: ModelConfig, given: ModelConfig) -> str:
     there, here = settings.flat(model), settings.flat(given)
     key = next(key for key in [*there, *here] if there.get(key) != here.get(key))
-    return f"{key} is {there.get(key)!r} there and {here.get(key)!r} here"
+    one, other = (repr(found[key]) if key in found else "nothing" for found in (there, here))
+    return f"model.{key} is {one} there and {other} here"
