@@ -38,7 +38,8 @@ from trivium.training import metrics
 from trivium.training.device import choose
 from trivium.training.events import line
 from trivium.training.recipe import TOKENIZER, Recipe
-from trivium.training.run import RUNS, is_run, open_run, read_recipe
+from trivium.training.recipes import RUNS, is_run, read_recipe
+from trivium.training.run import open_run
 
 __all__ = [
     "Completion",
@@ -98,7 +99,7 @@ def build(
     model = model if model.vocab else replace(model, vocab=TOKENIZER.size)
     if memory == "check" and device != "meta":
         name = config if isinstance(config, str) else f"a model of {model.parameters():,} parameters"
-        require_memory(model_memory(model), choose(device), name)
+        require_memory(model_memory(model), str(choose(device)), name)
     return build_module(model, seed=seed, device=device)
 
 
@@ -134,7 +135,7 @@ def load(
     def first(module: nn.Module) -> None:
         """Before a model is filled: its memory is not touched yet."""
         if memory == "check":
-            require_memory(sum(tensor.nbytes for tensor in weights(module).values()), target, str(folder))
+            require_memory(sum(tensor.nbytes for tensor in weights(module).values()), str(target), str(folder))
         if not bits:  # what has levels is laid out when it has them
             lay(module)
 

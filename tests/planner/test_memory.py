@@ -88,13 +88,13 @@ def test_free_memory_is_that_of_the_machine_and_of_its_container(
 
 def test_what_is_larger_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device: 10**9)
-    require_memory(10**9, torch.device("cpu"), "it")
+    require_memory(10**9, "cpu", "it")
     with pytest.raises(
         RequestError, match=r'^it needs 1.0 GB for its weights, and 1.0 GB are free on cpu; .*memory="try"$'
     ):
-        require_memory(10**9 + 1, torch.device("cpu"), "it")
+        require_memory(10**9 + 1, "cpu", "it")
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)  # a system that does not say
-    require_memory(10**20, torch.device("cpu"), "it")
+    require_memory(10**20, "cpu", "it")
 
 
 def test_bytes_are_said_in_two_units() -> None:

@@ -203,7 +203,7 @@ def test_another_budget_replaces_that_of_a_file(small: Make, tmp_path: Path, mon
     assert longer.recipe.budget == type(longer.recipe.budget)(steps=70)
     finish(longer)
     assert max(row["step"] for row in longer.record.metrics.rows()) == 70
-    from trivium.training.run import read_recipe
+    from trivium.training.recipes import read_recipe
 
     assert read_recipe(run.folder / "config.toml", {"budget": {"minutes": 2.0}}).budget.knots == ()
 

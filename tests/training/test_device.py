@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from trivium.errors import ConfigError
 from trivium.parts import hardware
-from trivium.parts.kernels import fp8
-from trivium.training import device
+from trivium.training import device, machine
+from trivium.training.machine import Gpu, Machine
 from trivium.training.recipe import Recipe
 
 Make = Callable[..., Recipe]
@@ -23,6 +24,7 @@ def test_precision_follows_the_instructions_of_the_machine(
 ) -> None:
     monkeypatch.setattr(device, "native_bf16", lambda _: native)
     assert device.settle(small(precision="auto")).precision == precision
+    assert Machine(bf16=native).settle(small(precision="auto")).precision == precision
 
 
 def test_what_the_recipe_says_is_obeyed(small: Make) -> None:
@@ -42,22 +44,49 @@ def test_an_unknown_device_has_no_instructions() -> None:
     assert not hardware.native_bf16(torch.device("meta"))
 
 
-def test_eight_bits_are_refused_where_there_are_none(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(*capability: int) -> Machine:
+    return Machine(gpus=(Gpu("a GPU", (capability[0], capability[1])),), cores=2)
+
+
+def test_eight_bits_are_refused_where_there_are_none(small: Make) -> None:
     with pytest.raises(ConfigError, match=r"precision: this device has no fp8 products .* try bf16"):
         device.settle(small(precision="fp8"))
-    for capability, able in (((8, 6), False), ((8, 9), True), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert fp8.available(torch.device("cuda")) == able
+    recipe = small(device="cuda", precision="fp8")
+    with pytest.raises(ConfigError, match=r"precision: this device has no fp8 products .* try bf16"):
+        gpu(8, 6).settle(recipe)
+    for capability in ((8, 9), (9, 0)):
+        assert gpu(*capability).settle(recipe).precision == "fp8"
 
 
-def test_bf16_is_refused_on_a_gpu_without_instructions_for_it(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert device.settle(small(device="cuda", precision="auto")).precision == "fp32"
+def test_bf16_is_refused_on_a_gpu_without_instructions_for_it(small: Make) -> None:
+    assert gpu(7, 5).settle(small(device="cuda", precision="auto")).precision == "fp32"
     with pytest.raises(ConfigError, match=r"precision: this GPU has no bf16 instructions .* try fp16"):
-        device.settle(small(device="cuda", precision="bf16"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert device.settle(small(device="cuda", precision="auto")).precision == "bf16"
+        gpu(7, 5).settle(small(device="cuda", precision="bf16"))
+    assert gpu(8, 0).settle(small(device="cuda", precision="auto")).precision == "bf16"
+
+
+def test_a_gpu_is_used_compiled_and_in_bf16(small: Make) -> None:
+    found = gpu(9, 0).settle(small(device="auto", precision="auto", threads=0), threads=2)
+    assert (found.device, found.precision, found.stream, found.compile, found.threads) == (
+        "cuda", "bf16", "bf16", "on", 2,
+    )  # fmt: skip
+    assert gpu(9, 0).settle(small(device="cuda:0")).device == "cuda:0"
+    for name, match in (("cuda:1", "only 1 of them"), ("mps", "there is no mps here"), ("cdua", "is not a device")):
+        with pytest.raises(ConfigError, match=match):
+            gpu(9, 0).settle(small(device=name))
+
+
+def test_what_is_found_without_torch_is_what_torch_finds() -> None:
+    assert machine.this_machine() == device.torch_machine()
+
+
+def test_instructions_of_a_cpu_are_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor: 0\nflags\t\t: fpu avx512_bf16 sse\nprocessor: 1\nflags: fpu\n")
+    monkeypatch.setattr(machine, "_CPUINFO", path)
+    assert machine._flags() == {"fpu", "avx512_bf16", "sse"}
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "none")
+    assert machine._flags() == set()
 
 
 def test_graphs_are_refused_without_a_gpu(small: Make) -> None:

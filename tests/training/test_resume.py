@@ -92,7 +92,7 @@ def test_the_resolved_configuration_repeats_the_run(small: Make, tmp_path: Path)
     """R19: same seed, same losses; the file that a run writes is a recipe for the same run."""
     first = start(small(), tmp_path / "first")
     finish(first)
-    from trivium.training.run import read_recipe
+    from trivium.training.recipes import read_recipe
 
     second = start(read_recipe(first.folder / "config.toml"), tmp_path / "second")
     finish(second)

@@ -73,7 +73,7 @@ def _evaluated(folder: Path, m: api.Model) -> None:
 
 
 def _recipe(folder: Path) -> Recipe:
-    from trivium.training.run import read_recipe
+    from trivium.training.recipes import read_recipe
 
     return read_recipe(folder / "config.toml")
 

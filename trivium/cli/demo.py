@@ -16,7 +16,8 @@ from trivium.cli.demos.assets import ASSETS
 from trivium.cli.render import watcher
 from trivium.errors import ConfigError, RequestError
 from trivium.training.recipe import Recipe
-from trivium.training.run import is_run, open_run
+from trivium.training.recipes import is_run
+from trivium.training.run import open_run
 
 
 class Demo(NamedTuple):

@@ -66,11 +66,14 @@ def train(
 ) -> None:
     """Train a model from a recipe, or go on with a run exactly where it stopped."""
     from trivium import config, records
+    from trivium.training.checks import check_source
+
+    layer = config.assignments(settings or [])
+    check_source(source, layer, runs=runs, data_dir=data_dir)  # before torch is imported: a refusal comes at once
     from trivium.cli.render import watcher
     from trivium.report import use_of
     from trivium.training.run import open_run
 
-    layer = config.assignments(settings or [])
     with watcher() as watch:
         session = open_run(source, layer, runs=runs, data_dir=data_dir, say=watch.say, tick=watch.tick)
         session.alert = watch.alert
@@ -122,10 +125,11 @@ def config(
     """Check a recipe as `train` would, and print every setting it resolves to."""
     from trivium import config as loader
     from trivium.training.checks import ready, taken
-    from trivium.training.run import read_recipe, with_data_below
+    from trivium.training.machine import this_machine
+    from trivium.training.recipes import read_recipe, with_data_below
 
     recipe = read_recipe(source, loader.assignments(settings or []))
-    ready(with_data_below(recipe, data_dir), None, say=lambda text: None)
+    ready(with_data_below(recipe, data_dir), None, settle=this_machine().settle, say=lambda text: None)
     folder = runs / recipe.name
     if folder.exists():  # no fault of the recipe: somebody may want to see what a run was made from
         typer.echo(f"note: {taken(folder)}", err=True)
@@ -141,7 +145,7 @@ app.command()(runs.runs)
 @app.command()
 def show(model: use.ModelPath, as_json: Json = False) -> None:
     """What a run or a model is, how far it came and how good it is."""
-    from trivium.training.run import is_run
+    from trivium.training.recipes import is_run
 
     facts = _facts(model)
     trained = is_run(model) or facts["state"] == "checkpoint"
@@ -174,7 +178,7 @@ def _facts(model: Path) -> dict[str, Any]:
     from trivium.checkpoints.bundle import CARD
     from trivium.cli.render import watcher
     from trivium.evaluation.results import results
-    from trivium.training.run import is_run
+    from trivium.training.recipes import is_run
 
     if is_run(model) or (model / CARD).is_file() or not (model.is_file() or (model / "config.json").is_file()):
         return api.show(model)

@@ -88,7 +88,7 @@ def shown(folder: Path, context: int, row: int, split: Split) -> list[Cell]:
         found, tokenizer = opened(folder)
         return preview(found, tokenizer, context or _CONTEXT, row, split)
     from trivium.training.prepare import reopen
-    from trivium.training.run import read_recipe
+    from trivium.training.recipes import read_recipe
 
     ground = reopen(folder, read_recipe(folder / "config.toml"))
     task, rng = ground.task, np.random.default_rng(0)

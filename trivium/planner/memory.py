@@ -5,10 +5,9 @@ The sums are lower bounds: temporaries, the allocator's holes and the libraries'
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from trivium.errors import RequestError
 from trivium.models.config import ModelConfig
@@ -83,14 +82,18 @@ def free_host_memory() -> int:
     return min(found, default=0)
 
 
-def free_memory(device: torch.device) -> int:
-    """The bytes that a process can still take on a device; 0 if nobody says."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return free_host_memory() if device.type == "cpu" else 0
+def free_memory(device: str) -> int:
+    """The bytes that a process can still take on a device; 0 if nobody says. Only a GPU has to be asked by torch."""
+    if not device.startswith("cuda"):
+        return free_host_memory() if device.startswith("cpu") else 0
+    if "torch" not in sys.modules:
+        return 0
+    import torch
+
+    return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
-def require_memory(needed: int, device: torch.device, what: str) -> None:
+def require_memory(needed: int, device: str, what: str) -> None:
     """Refuse a model that is larger than the memory that is free, before its memory is touched."""
     free = free_memory(device)
     if free and needed > free:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,20 +16,36 @@ from trivium.errors import ConfigError, UserError
 from trivium.objectives.options import Masked, Seq2Seq
 from trivium.text.kinds import File
 from trivium.text.tokenizer import open_tokenizer
-from trivium.training import start, track
-from trivium.training.device import settle
+from trivium.training import track
 from trivium.training.fit import fitted
+from trivium.training.machine import this_machine
 from trivium.training.recipe import Recipe
+from trivium.training.recipes import read_recipe, resumed_recipe, with_data_below
 
 T = TypeVar("T")
 
 
+def check_source(source: Path, layer: Mapping[str, Any], *, runs: Path, data_dir: Path | None) -> None:
+    """Refuse what `train` would refuse before it reads text, without torch unless the recipe starts from a model."""
+    if source.is_dir():
+        resumed_recipe(source, layer, this_machine().settle)
+        return
+    recipe = with_data_below(read_recipe(source, layer), data_dir)
+    ready(recipe, runs / recipe.name, settle=this_machine().settle, say=lambda text: None)
+
+
 def ready(
-    recipe: Recipe, folder: Path | None, *, parts: Sequence[type[Any]] = (), say: Callable[[str], None]
+    recipe: Recipe,
+    folder: Path | None,
+    *,
+    settle: Callable[[Recipe], Recipe],
+    parts: Sequence[type[Any]] = (),
+    say: Callable[[str], None],
 ) -> Recipe:
     """The recipe for this machine, with its start and the absolute paths of its data, or all that is wrong with it.
 
-    `folder` is where the run is to be made, which must not exist; None does not ask.
+    `folder` is where the run is to be made, which must not exist; None does not ask. `settle` decides what depends on
+    the machine.
     """
     problems: list[UserError] = []
 
@@ -54,7 +70,7 @@ def ready(
     for check in _checks(recipe):
         attempt(check, None)
     recipe = attempt(lambda: settle(recipe), recipe)
-    recipe = attempt(lambda: start.taken_over(recipe, parts=parts, say=say), recipe)
+    recipe = attempt(lambda: _started(recipe, parts, say), recipe)
     pairs = isinstance(recipe.objective, Seq2Seq) and not recipe.data.pack
     recipe = replace(recipe, batch=recipe.batch.settled(pairs=pairs))
     attempt(lambda: _length(recipe), None)
@@ -82,6 +98,14 @@ def _checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
         if recipe.tokenizer != File(path=recipe.start):  # a published start brings its own
             yield partial(_tokenizer, recipe.tokenizer)
     yield partial(track.check, recipe.track)
+
+
+def _started(recipe: Recipe, parts: Sequence[type[Any]], say: Callable[[str], None]) -> Recipe:
+    if not recipe.start:
+        return recipe
+    from trivium.training import start  # not above: it opens models, and so needs torch
+
+    return start.taken_over(recipe, parts=parts, say=say)
 
 
 def _length(recipe: Recipe) -> None:

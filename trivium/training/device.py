@@ -7,61 +7,38 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from trivium.errors import ConfigError
 from trivium.parts.hardware import native_bf16
-from trivium.parts.kernels import fp8
+from trivium.training.machine import Gpu, Machine
 from trivium.training.recipe import Recipe
 
-_PER_CORE = 4  # threads: a run from a larger machine may go on here with its own number, for the same bits
+
+def torch_machine() -> Machine:
+    """The machine as torch sees it."""
+    gpus: list[Gpu] = []
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            gpus.append(Gpu(torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)))
+    return Machine(
+        gpus=tuple(gpus),
+        mps=torch.backends.mps.is_available(),
+        bf16=native_bf16(torch.device("cpu")),
+        cores=os.cpu_count() or 1,
+    )
 
 
 def choose(name: str) -> torch.device:
     """The device that `name` means; `auto` is cuda, then mps, then cpu."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device: {name!r} is not a device; try auto, cpu, cuda or mps") from None
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if not there.get(device.type, False):
-        raise ConfigError(f"device: there is no {device.type} here; try device=auto or device=cpu")
-    return device
+    kind, _ = torch_machine().device(name)
+    return torch.device(kind if name == "auto" else name)
 
 
 def settle(recipe: Recipe) -> Recipe:
     """The recipe with everything decided that depends on this machine."""
-    device = choose(recipe.device)
-    cuda = device.type == "cuda"
-    errors: list[str] = []
-    if recipe.precision == "fp8" and not fp8.available(device):
-        errors.append("precision: this device has no fp8 products (a GPU of compute capability 8.9); try bf16")
-    if recipe.compile == "graphs" and not cuda:
-        errors.append("compile: graphs are recorded on a GPU; try compile=off")
-    native = native_bf16(device)
-    if recipe.precision == "bf16" and cuda and not native:
-        errors.append("precision: this GPU has no bf16 instructions (compute capability 8.0); try fp16")
-    precision = recipe.precision if recipe.precision != "auto" else "bf16" if native else "fp32"
-    mixed = precision in ("bf16", "fp8")
-    if recipe.stream == "bf16" and not mixed:
-        errors.append(f"stream: bf16 goes with precision bf16 or fp8, not {precision}; try stream=fp32")
-    if errors:
-        raise ConfigError(*errors)
-    stream = recipe.stream if recipe.stream != "auto" else "bf16" if cuda and mixed else "fp32"
-    compiled = recipe.compile if recipe.compile != "auto" else "on" if cuda else "off"
-    threads = recipe.threads or torch.get_num_threads()
-    cores = os.cpu_count() or 1
-    if threads > _PER_CORE * cores:
-        raise ConfigError(
-            f"threads: {threads} is too many for the {cores} cores of this machine; "
-            f"set threads={cores}, or 0 for the usual number"
-        )
-    return replace(recipe, device=str(device), precision=precision, stream=stream, compile=compiled, threads=threads)
+    return torch_machine().settle(recipe, torch.get_num_threads())
 
 
 def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[object]]:

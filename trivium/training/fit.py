@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
-from trivium.models.transformer import with_vocab
 from trivium.optim.options import Ema
 from trivium.planner.memory import FLOAT, Memory, free_memory, gigabytes, training_memory
 from trivium.training.recipe import Recipe
@@ -38,15 +35,15 @@ def fitted(recipe: Recipe, *, length: int = 0, say: Callable[[str], None], free:
     """
     if recipe.memory == "try":
         return recipe
-    device = torch.device(recipe.device)
-    free = free_memory(device) if free is None else free
+    cpu = recipe.device.startswith("cpu")
+    free = free_memory(recipe.device) if free is None else free
     if not free:
         return recipe
     one = memory_of(recipe, recipe.model, 1, length)
-    least = one.fixed if device.type != "cpu" else one.total
+    least = one.total if cpu else one.fixed
     if least > free:
         raise ConfigError(_too_large(recipe, one, free))
-    if device.type != "cpu":
+    if not cpu:
         return recipe
     room = free - _PROCESS - one.fixed
     able = max(1, int(room / _TEMPORARY / max(1, one.activations)))
@@ -67,7 +64,7 @@ def _too_large(recipe: Recipe, needed: Memory, free: int) -> str:
     for name, make in PRESETS.items():
         model = make()
         if model.family == family:
-            model = with_vocab(model, 0) if model.vocab else replace(model, vocab=recipe.model.vocab)
+            model = model if model.vocab else replace(model, vocab=recipe.model.vocab)
             memory = memory_of(recipe, model, 1)
             if memory.total * _TEMPORARY + _PROCESS < free:
                 sizes.append((memory.total, name))

@@ -41,7 +41,7 @@ from trivium.training.about import describe, preset_of
 from trivium.training.calibrate import measure, rows_that_fit
 from trivium.training.checks import check_form, ready, taken
 from trivium.training.deadline import VALIDATION
-from trivium.training.device import autocast, environment
+from trivium.training.device import autocast, environment, settle
 from trivium.training.fit import fitted
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
@@ -122,7 +122,7 @@ def lay(
     `tables` are those that the recipe was read from; they name its preset.
     """
     folder = runs / recipe.name
-    recipe = ready(recipe, folder, parts=parts, say=say)
+    recipe = ready(recipe, folder, settle=settle, parts=parts, say=say)
     built = data.built_shards(recipe.data)
     if built is None:
         recipe = replace(recipe, data=settled(recipe.data))
