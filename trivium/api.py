@@ -39,7 +39,7 @@ from trivium.training.device import choose
 from trivium.training.events import line
 from trivium.training.recipe import TOKENIZER, Recipe
 from trivium.training.recipes import RUNS, is_run, read_recipe
-from trivium.training.run import open_run
+from trivium.training.run import Exists, open_run
 
 __all__ = [
     "Completion",
@@ -201,6 +201,13 @@ class Run:
         self.path = path
         self._parts = parts
 
+    def __repr__(self) -> str:
+        steps, best = records.of_kind(self.metrics, "train"), self.best
+        told = [f"{steps[-1]['step']:,} steps"] if steps else []
+        found = records.score(best)
+        told += [f"best validation {found[0]:.4f} {found[1]} at step {best['step']:,}"] if best and found else []
+        return f"<Run {self.path}{': ' if told else ''}{', '.join(told)}>"
+
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Every line of metrics.jsonl."""
@@ -229,11 +236,14 @@ def train(
     runs: str | Path = RUNS,
     data_dir: str | Path | None = None,
     parts: Sequence[type[Any]] = (),
+    exists: Exists = "refuse",
     quiet: bool = False,
 ) -> Run:
     """Train from a recipe, its file, or (to go on) a run's folder; progress goes to standard error.
 
-    The recipe's relative paths of data are below `data_dir`, or else below the current folder.
+    The recipe's relative paths of data are below `data_dir`, or else below the current folder. Where a run of that name
+    `exists`, the call is refused; with "resume" that run goes on with the settings that it began with, and with
+    "replace" the new one takes its place once it has been prepared. So a cell of a notebook can be run again.
     """
     say: Say = (lambda text: None) if quiet else printed
     session = open_run(
@@ -242,6 +252,7 @@ def train(
         runs=Path(runs),
         data_dir=None if data_dir is None else Path(data_dir),
         parts=parts,
+        exists=exists,
         say=say,
         tick=lambda what, at, of: None,
     )

@@ -127,6 +127,25 @@ def load(cls: type[T], *layers: Layer, parts: Sequence[type[Any]] = (), start: T
     return typing.cast(T, value)
 
 
+def accept(instance: Any) -> None:
+    """Let a configuration that Python code makes take all that a file may say: names of kinds, tables, lists.
+
+    Called first in `__post_init__`; what a file would be refused for is refused here in the same sentence.
+    """
+    hints, loader = _hints(type(instance)), _Loader({})
+    for field in dataclasses.fields(instance):
+        value, meta = getattr(instance, field.name), field.metadata
+        part = "kinds" in meta or "presets" in meta or dataclasses.is_dataclass(hints[field.name])
+        if "base" in meta or (part and not isinstance(value, _PLAIN)):
+            continue  # a part, perhaps from outside the package
+        found = loader.node(hints[field.name], meta, field.default, [value], field.name)
+        if found is not _FAILED and found is not value:
+            object.__setattr__(instance, field.name, found)  # frozen for everybody else
+    loader.suggest(instance)
+    ConfigError.gather(loader.errors)
+
+
+_PLAIN = (str, int, float, Mapping, list, tuple, type(None))  # what is no part
 _FAILED = object()
 
 
@@ -332,7 +351,13 @@ def _names(cls: type[Any]) -> list[str]:
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    found = _HINTS.get(cls)
+    if found is None:
+        found = _HINTS[cls] = typing.get_type_hints(cls)
+    return found
+
+
+_HINTS: dict[type[Any], dict[str, Any]] = {}  # what typing works out once for each class
 
 
 def dump(value: Any) -> dict[str, Any]:

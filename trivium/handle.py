@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,9 +17,9 @@ from trivium.generation import chat as conversation
 from trivium.generation import embed as vectors
 from trivium.generation.beam import Beam
 from trivium.generation.checks import items_of, require_whole, text_of, texts_of
-from trivium.generation.classify import Text, classify, pairs_of
+from trivium.generation.classify import Text, Verdict, classify, pairs_of
 from trivium.generation.embed import Neighbour, Pooling, neighbours
-from trivium.generation.fill import fill
+from trivium.generation.fill import Filling, fill
 from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Scorer
 from trivium.generation.states import Ids, logits_of
@@ -35,6 +35,38 @@ from trivium.text.chat import Message, Role
 from trivium.text.missing import MissingTokenizer
 from trivium.text.tokenizer import Tokenizer
 
+Many = list[str] | tuple[str, ...]  # not any sequence: a string is one too
+
+
+class Generating(TypedDict, total=False):
+    """How a text is generated, beside the number of samples."""
+
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    stop: str | Sequence[str]
+    logprobs: int
+    slide: bool
+    speculate: Model | Literal["lookup"] | None
+
+
+class Translating(TypedDict, total=False):
+    """How a text is translated, beside the number of hypotheses."""
+
+    beams: int
+    alpha: float
+    coverage: float
+    tokens: int
+    language: str
+    ensemble: Sequence[Model]
+    rows: int
+    tick: Callable[[int, int], None]
+    each: Callable[[list[Hypothesis]], None] | None
+
 
 class Model:
     """A model with its tokenizer, ready for use."""
@@ -43,6 +75,18 @@ class Model:
         self.module = module
         self.tokenizer = tokenizer
         self.notes = notes
+
+    def __repr__(self) -> str:
+        config, origin = self.config, self.notes.get("run") or self.notes.get("architecture") or ""
+        parts = [
+            str(origin)[:40],
+            config.family,
+            f"{config.parameters():,} parameters",
+            f"context {config.context:,}",
+            repr(self.tokenizer),
+            str(self.module.device),
+        ]
+        return f"<Model {', '.join(part for part in parts if part)}>"
 
     @property
     def config(self) -> ModelConfig:
@@ -63,6 +107,15 @@ class Model:
         """
         return logits_of(self.module, ids, target, segments=segments, padding=padding)
 
+    @overload
+    def generate(self, prompt: str, *, n: Literal[1] = 1, **how: Unpack[Generating]) -> Completion: ...  # type: ignore[overload-overlap]
+    @overload
+    def generate(self, prompt: str, *, n: int, **how: Unpack[Generating]) -> list[Completion]: ...
+    @overload
+    def generate(self, prompt: Many, *, n: Literal[1] = 1, **how: Unpack[Generating]) -> list[Completion]: ...  # type: ignore[overload-overlap]
+    @overload
+    def generate(self, prompt: Many, *, n: int, **how: Unpack[Generating]) -> list[list[Completion]]: ...
+
     def generate(
         self,
         prompt: str | Sequence[str],
@@ -75,11 +128,11 @@ class Model:
         repetition_penalty: float = 1.0,
         seed: int = 0,
         n: int = 1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         logprobs: int = 0,
         slide: bool = False,
         speculate: Model | Literal["lookup"] | None = None,
-    ) -> Any:
+    ) -> Completion | list[Completion] | list[list[Completion]]:
         """The continuation of a prompt: a string that also has `.ids`, `.reason` and `.logprobs`.
 
         An encoder-decoder reads the prompt as its source and writes from it. With n > 1 a list of n; for a list of
@@ -103,8 +156,9 @@ class Model:
             slide=slide,
             speculate=speculate.module if isinstance(speculate, Model) else speculate,
         )
-        each: list[Any] = [samples if n > 1 else samples[0] for samples in found]
-        return each[0] if isinstance(prompt, str) else each
+        if isinstance(prompt, str):
+            return found[0] if n > 1 else found[0][0]
+        return found if n > 1 else [samples[0] for samples in found]
 
     def stream(
         self,
@@ -117,7 +171,7 @@ class Model:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         slide: bool = False,
     ) -> Generator[str, None, Completion]:
         """The same continuation piece by piece, never half a character."""
@@ -161,6 +215,15 @@ class Model:
             seed=seed,
         )
 
+    @overload
+    def translate(self, texts: str, *, n: Literal[1] = 1, **how: Unpack[Translating]) -> Hypothesis: ...  # type: ignore[overload-overlap]
+    @overload
+    def translate(self, texts: str, *, n: int, **how: Unpack[Translating]) -> list[Hypothesis]: ...
+    @overload
+    def translate(self, texts: Many, *, n: Literal[1] = 1, **how: Unpack[Translating]) -> list[Hypothesis]: ...  # type: ignore[overload-overlap]
+    @overload
+    def translate(self, texts: Many, *, n: int, **how: Unpack[Translating]) -> list[list[Hypothesis]]: ...
+
     def translate(
         self,
         texts: str | Sequence[str],
@@ -175,7 +238,7 @@ class Model:
         rows: int = 0,
         tick: Callable[[int, int], None] = lambda done, of: None,
         each: Callable[[list[Hypothesis]], None] | None = None,
-    ) -> Any:
+    ) -> Hypothesis | list[Hypothesis] | list[list[Hypothesis]]:
         """The best translation of each text by beam search: a string with `.score`, `.logprob`, `.ids` and `.reason`.
 
         With n > 1 a list of the n best; one text gives one answer, a list a list. `ensemble` names other models of the
@@ -203,8 +266,9 @@ class Model:
             tick=tick,
             each=each,
         )
-        answers: list[Any] = [best if n > 1 else best[0] for best in found]
-        return answers[0] if isinstance(texts, str) else answers
+        if isinstance(texts, str):
+            return found[0] if n > 1 else found[0][0]
+        return found if n > 1 else [best[0] for best in found]
 
     def search(
         self, prompt: str, *, tokens: int = 100, beams: int = 4, alpha: float = 0.6, n: int = 1
@@ -214,7 +278,14 @@ class Model:
         given = [text_of("prompt", prompt)]
         return search_texts(self.module, self.tokenizer, given, beam=beam, tokens=tokens, stop_ids=self._ends)[0]
 
-    def fill(self, text: str | Sequence[str], *, top: int = 5) -> Any:
+    @overload
+    def fill(self, text: str, *, top: int = 5) -> list[Filling] | list[list[Filling]]: ...
+    @overload
+    def fill(self, text: Many, *, top: int = 5) -> list[list[Filling] | list[list[Filling]]]: ...
+
+    def fill(
+        self, text: str | Sequence[str], *, top: int = 5
+    ) -> list[Filling] | list[list[Filling]] | list[list[Filling] | list[list[Filling]]]:
         """The likeliest pieces behind each [MASK], best first: strings with `.probability` and `.id`.
 
         A text with one mask gives a list, one with several a list for each, filled independently while the others stay
@@ -222,7 +293,7 @@ class Model:
         training; spelled out in the text they are text.
         """
         found = fill(self.module, self.tokenizer, texts_of("text", text), top=top)
-        each: list[Any] = [masks if len(masks) > 1 else masks[0] for masks in found]
+        each = [masks if len(masks) > 1 else masks[0] for masks in found]
         return each[0] if isinstance(text, str) else each
 
     @property
@@ -230,7 +301,12 @@ class Model:
         """The names of the classes that `classify` tells apart, as the model's own files have them."""
         return [str(label) for label in self.notes.get("labels", [])]
 
-    def classify(self, texts: Text | Sequence[Text]) -> Any:
+    @overload
+    def classify(self, texts: Text) -> Verdict: ...
+    @overload
+    def classify(self, texts: list[Text] | list[str] | list[tuple[str, str]]) -> list[Verdict]: ...
+
+    def classify(self, texts: Text | Sequence[Text]) -> Verdict | list[Verdict]:
         """The class of a text, or of each of several: a string that also has `.probabilities`.
 
         A pair of texts, as in (premise, hypothesis), is a tuple of two.

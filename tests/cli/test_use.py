@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, RequestError
 from trivium.evaluation import results
 from trivium.generation.beam import Beam
+from trivium.generation.fill import Filling
 from trivium.generation.translation import search_texts
 from trivium.models.transformer import Transformer, weights
 from trivium.text.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ def load(home: Path, name: str, **options: Any) -> api.Model:
 
 
 def test_fill_prints_ranked_candidates(call: Call, home: Path) -> None:
-    expected = load(home, "encoder").fill("the [MASK] sat", top=3)
+    expected = cast("list[Filling]", load(home, "encoder").fill("the [MASK] sat", top=3))
     assert len(expected) == 3
     outcome = call("fill", "encoder", "the [MASK] sat", "--top", 3, "--device", "cpu")
     assert outcome.code == 0, outcome.err

@@ -181,7 +181,7 @@ def test_what_stands_beside_ids_is_looked_at_too() -> None:
 
 
 def test_other_counts() -> None:
-    assert sentence(lambda: BERT.fill("a [MASK]", top="x")).startswith("top: ")  # type: ignore[arg-type]
+    assert sentence(lambda: BERT.fill("a [MASK]", top="x")).startswith("top: ")  # type: ignore[call-overload]
     assert sentence(lambda: BERT.neighbours("a", top=1.5)).startswith("top: ")  # type: ignore[arg-type]
     assert sentence(lambda: GPT.score("ab", stride=1.5)).startswith("stride: ")  # type: ignore[arg-type]
     assert sentence(lambda: GPT.score("ab", stride=41)).startswith("stride: ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from trivium.data.bucketing import Pairs
 from trivium.errors import RequestError
 from trivium.evaluation import results
 from trivium.evaluation.tasks import Outcome
+from trivium.generation.fill import Filling
 from trivium.text.kinds import Bytes
 from trivium.training import prepare, session
 from trivium.training.events import Said, Sampled, line
@@ -49,7 +50,7 @@ def test_an_encoder_guesses_hidden_words_of_the_validation_text(small: Make, tmp
         whole = re.sub(r"(\[MASK\])+", row["reference"], row["prompt"])
         assert whole in flat  # the hidden word where the mask is gives the text back
         masks = row["prompt"].count("[MASK]")
-        guessed = m.fill(row["prompt"], top=3)
+        guessed = cast("list[Filling]", m.fill(row["prompt"], top=3))
         if masks == 1:
             assert row["text"].count("%") == 3
             assert guessed[0].strip() in row["text"]

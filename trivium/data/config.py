@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from trivium.config import at_least
+from trivium.config import accept, at_least
 from trivium.errors import ConfigError
 
 Shift = Literal["none", "epoch"]
@@ -49,6 +49,7 @@ class DataConfig:
     valid_target: str = ""
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("pack", self.pack, 0)
         at_least("length", self.length, 0)
         if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):

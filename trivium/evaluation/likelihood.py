@@ -41,6 +41,11 @@ class Score:
     characters: int = 0
     stride: int = 0  # how far the windows were moved; 0 if one window held everything
 
+    def __repr__(self) -> str:
+        each = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, "nll": self.nll}
+        told = ", ".join(f"{name}={value:.4f}" for name, value in each.items())
+        return f"Score({told}, tokens={self.tokens}, bytes={self.bytes})"
+
     @property
     def perplexity(self) -> float:
         """Per token."""

@@ -49,7 +49,7 @@ from trivium.training.loop import computation
 from trivium.training.process import process_settings
 from trivium.training.recipe import Budget, Recipe
 from trivium.training.scaling import scaler
-from trivium.training.scratch import prepared
+from trivium.training.scratch import prepared, replaced
 from trivium.training.stages import stage
 from trivium.training.timeline import Timeline, times
 from trivium.training.validate import validate
@@ -113,16 +113,20 @@ def lay(
     *,
     parts: Sequence[type[Any]] = (),
     tables: Sequence[Mapping[str, Any]] = (),
+    again: bool = False,
     say: Say,
     tick: Tick,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ground:
     """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text.
 
-    `tables` are those that the recipe was read from; they name its preset.
+    `tables` are those that the recipe was read from; they name its preset. With `again` the folder is that of a run
+    which the new one replaces, once it is ready.
     """
     folder = runs / recipe.name
-    recipe = ready(recipe, folder, settle=settle, parts=parts, say=say)
+    recipe = ready(recipe, None if again else folder, settle=settle, parts=parts, say=say)
+    if again and recipe.start and Path(recipe.start).is_relative_to(folder.absolute()):
+        raise ConfigError(f"start: {recipe.start} lies in the run that is to be replaced; set another name")
     built = data.built_shards(recipe.data)
     if built is None:
         recipe = replace(recipe, data=settled(recipe.data))
@@ -153,7 +157,7 @@ def lay(
         write_synced(scratch / records.ABOUT, about)
         write_synced(scratch / "env.json", (json.dumps(environment(recipe), indent=2) + "\n").encode())
         try:
-            os.rename(scratch, folder)
+            replaced(folder, scratch) if again else os.rename(scratch, folder)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise

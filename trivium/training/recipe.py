@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from trivium.config import at_least, kind_of, place, preset
+from trivium.config import accept, at_least, kind_of, place, preset
 from trivium.data.config import DataConfig
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig
@@ -34,6 +34,7 @@ class BatchConfig:
     micro: int = 0
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("rows", self.rows, 0)
         at_least("tokens", self.tokens, 0)
         at_least("micro", self.micro, 0)
@@ -69,6 +70,7 @@ class Budget:
     shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        accept(self)
         given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name)]
         for name in ("steps", "tokens", "minutes"):
             at_least(name, getattr(self, name), 0)
@@ -99,6 +101,7 @@ class Evaluate:
     patience: int = 0  # stop after so many validations in a row without a new best one; 0 means never
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("every", self.every, 0)
         at_least("rows", self.rows, 0)
         at_least("patience", self.patience, 0)
@@ -113,6 +116,7 @@ class Checkpoints:
     use: Literal["best", "last"] = "best"  # by validation loss
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("every", self.every, 0)
         at_least("keep", self.keep, 1)
 
@@ -127,6 +131,7 @@ class Sample:
     temperature: float = 0.8
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("every", self.every, 0)
         at_least("tokens", self.tokens, 1)
         at_least("temperature", self.temperature, 0)
@@ -179,6 +184,7 @@ class Recipe:
     sample: Sample = Sample()
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("clip", self.clip, 0)
         at_least("threads", self.threads, 0)
         at_least("log", self.log, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trivium import config as settings
 from trivium.data import shards as data
@@ -14,11 +14,13 @@ from trivium.training import prepare
 from trivium.training.device import settle
 from trivium.training.prepare import Say, Tick
 from trivium.training.recipe import Recipe
-from trivium.training.recipes import RUNS, read_recipe, resumed_recipe, with_data_below
+from trivium.training.recipes import RUNS, is_run, read_recipe, resumed_recipe, with_data_below
 from trivium.training.scratch import sweep
 from trivium.training.session import Session
 
-__all__ = ["Session", "open_run"]
+__all__ = ["Exists", "Session", "open_run"]
+
+Exists = Literal["refuse", "resume", "replace"]
 
 
 def open_run(
@@ -28,12 +30,14 @@ def open_run(
     runs: Path = RUNS,
     data_dir: Path | None = None,
     parts: Sequence[type[Any]] = (),
+    exists: Exists = "refuse",
     say: Say,
     tick: Tick,
 ) -> Session:
     """A session on a new run (from a recipe or its file) or on an old one (from its folder).
 
-    The recipe's relative paths of data are below `data_dir`, or else below the current folder.
+    The recipe's relative paths of data are below `data_dir`, or else below the current folder. `exists` says what
+    becomes of a run of the same name.
     """
     if isinstance(source, Path) and source.is_dir():
         recipe = resumed_recipe(source, layer, settle, parts=parts, say=say)
@@ -44,8 +48,14 @@ def open_run(
     if not isinstance(source, Path) and layer:
         recipe = settings.load(Recipe, layer, parts=parts, start=recipe)
     recipe = with_data_below(recipe, data_dir)
+    folder = runs / recipe.name
+    if exists == "resume" and recipe.name and is_run(folder):
+        say(f"{folder} goes on with the settings that it began with")
+        return open_run(folder, {}, parts=parts, say=say, tick=tick)
     tables = [*([settings.read(source)] if isinstance(source, Path) else []), layer]
-    return Session(prepare.lay(recipe, runs, parts=parts, tables=tables, say=say, tick=tick), say)
+    again = exists == "replace" and bool(recipe.name) and is_run(folder)
+    ground = prepare.lay(recipe, runs, parts=parts, tables=tables, again=again, say=say, tick=tick)
+    return Session(ground, say)
 
 
 def _check_data(folder: Path, recipe: Recipe, say: Say, tick: Tick) -> None:

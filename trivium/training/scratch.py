@@ -11,7 +11,8 @@ from pathlib import Path
 from trivium.errors import BusyError, DataError
 from trivium.files import LOCK, Lock, is_held, is_leftover, remove, remove_leftovers, temporary
 
-_PARTS = {LOCK, "about.json", "config.toml", "data", "env.json", "tokenizer.json"}  # of a run that is being prepared
+# of a run that is being prepared
+_PARTS = {LOCK, "about.json", "config.toml", "data", "env.json", "start.json", "tokenizer.json"}
 _PREPARED = re.compile(r"\.tmp-.+-(\d+)", re.DOTALL)
 
 
@@ -35,6 +36,19 @@ def prepared(folder: Path) -> Iterator[Path]:
             for parent in made:  # nothing is left behind: not even the folder of runs
                 with contextlib.suppress(OSError):
                     parent.rmdir()
+
+
+def replaced(folder: Path, scratch: Path) -> None:
+    """Put a prepared run in the place of an old one, which no process works in and which is then removed."""
+    aside = temporary(folder.with_name(f"{folder.name}.replaced"))
+    with Lock(folder):
+        os.rename(folder, aside)
+        try:
+            os.rename(scratch, folder)
+        except OSError:
+            os.rename(aside, folder)
+            raise
+    remove(aside)
 
 
 def sweep(folder: Path) -> None:
