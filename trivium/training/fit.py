@@ -14,6 +14,7 @@ from trivium.training.recipe import Recipe
 
 # What activations take beyond the estimate, and the process itself: measured for six presets, 1.15 and 0.4 GB at most.
 _TEMPORARY, _PROCESS = 1.25, 500_000_000
+_SURE = 0.6  # of the free memory of a GPU: six workloads of bench/ took 0.9 to 1.1 of their estimates (docs/results.md)
 
 
 def memory_of(recipe: Recipe, model: ModelConfig, rows: int, length: int = 0) -> Memory:
@@ -55,6 +56,12 @@ def fitted(recipe: Recipe, *, length: int = 0, say: Callable[[str], None], free:
         raise ConfigError(f"batch.micro: {what}; set batch.micro={able}, or memory=try to try it all the same")
     say(f"{what}: batch.micro is {able}")
     return replace(recipe, batch=replace(recipe.batch, micro=able))
+
+
+def surely_fits(recipe: Recipe, length: int, free: int | None = None) -> bool:
+    """Whether a step takes so little of a GPU's memory that it need not be tried: that compiles it once more."""
+    free = free_memory(recipe.device) if free is None else free
+    return memory_of(recipe, recipe.model, recipe.micro, length).total < _SURE * free
 
 
 def _too_large(recipe: Recipe, needed: Memory, free: int) -> str:

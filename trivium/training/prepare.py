@@ -42,7 +42,7 @@ from trivium.training.calibrate import measure, rows_that_fit
 from trivium.training.checks import check_form, ready, taken
 from trivium.training.deadline import VALIDATION
 from trivium.training.device import autocast, environment, settle
-from trivium.training.fit import fitted
+from trivium.training.fit import fitted, surely_fits
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import computation
@@ -298,7 +298,7 @@ def _extended(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
 def _with_micro(ground: Ground, say: Say, clock: Callable[[], float]) -> Recipe:
     """The recipe with as many rows at a time as fit the device."""
     recipe = ground.recipe
-    if recipe.batch.micro or not tried(torch.device(recipe.device)):
+    if recipe.batch.micro or not tried(torch.device(recipe.device)) or surely_fits(recipe, ground.task.length):
         return recipe
     with stage("memory", say, clock) as current:
         micro = rows_that_fit(lambda: job(ground, 1))
