@@ -88,7 +88,21 @@ def run(*arguments: str) -> None:
 
 
 def say(text: str) -> None:
-    print(f"bootstrap: {text}", file=sys.stderr, flush=True)
+    if text:
+        print(f"bootstrap: {text}", file=sys.stderr, flush=True)
+
+
+def activation(home: Path = HOME) -> str:
+    """How a shell finds the installed `trivium`; empty if this one does already."""
+    if os.environ.get("VIRTUAL_ENV") and Path(os.environ["VIRTUAL_ENV"]).resolve() == home.resolve():
+        return ""
+    folder = home.name if Path.cwd() == home.parent else str(home)
+    if os.name == "nt":
+        activate, direct = f"{folder}\\Scripts\\activate", f"{folder}\\Scripts\\trivium"
+    else:
+        suffix = {"fish": ".fish", "csh": ".csh", "tcsh": ".csh"}.get(Path(os.environ.get("SHELL", "")).name, "")
+        activate, direct = f"source {folder}/bin/activate{suffix}", f"{folder}/bin/trivium"
+    return f"to use `trivium` in this shell type `{activate}`; without that it is `{direct}`"
 
 
 def check() -> None:
@@ -104,9 +118,13 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) == 2 else ""
     if command == "demo":
         install("")
-        run("-m", "trivium", "demo", "--family", os.environ.get("FAMILY") or "gpt")
+        try:
+            run("-m", "trivium", "demo", "--family", os.environ.get("FAMILY") or "gpt")
+        finally:  # after an interruption too: its message names a command
+            say(activation())
     elif command == "install":
         install("")
+        say(activation())
     elif command in ("check", "test", "test-full"):
         install("dev")
         check()

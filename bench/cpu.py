@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import itertools
 import random
 import statistics
@@ -38,10 +37,10 @@ from trivium.interop.quantize import quantize
 from trivium.models.config import ModelConfig
 from trivium.models.presets import bert, gpt
 from trivium.models.transformer import arrange, build
-from trivium.objectives.causal import Causal
+from trivium.objectives.options import Causal
+from trivium.parts.hardware import set_allocator, trim_heap
 from trivium.parts.kernels import levels
 from trivium.parts.site import NoPart
-from trivium.training.device import keep_memory
 from trivium.training.loop import updates
 from trivium.training.prepare import job
 
@@ -103,7 +102,7 @@ def train(sizes: Sizes, args: argparse.Namespace) -> list[Line]:
     endless, update = updates(made), steps(peer, recipe, itertools.cycle(batches))
 
     def ours() -> None:
-        keep_memory(CPU)  # as a run of trivium does
+        set_allocator(keep=True)  # as a run of trivium does
         for _ in itertools.islice(endless, args.steps):
             pass
 
@@ -118,15 +117,9 @@ def train(sizes: Sizes, args: argparse.Namespace) -> list[Line]:
 
 
 def usual_memory() -> None:
-    """Let the allocator do as it does in a process where nobody has told it otherwise, its limits as high as they get.
-
-    They rise by themselves to 32 MB, above which every tensor gets new pages from the system.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        library = ctypes.CDLL(None)
-        library.mallopt(-3, 1 << 25)
-        library.mallopt(-1, 1 << 26)
-        library.malloc_trim(0)
+    """Let the allocator work as in any process; its thresholds are as high as they rise by themselves, 32 MB."""
+    set_allocator(keep=False)
+    trim_heap()
 
 
 def decode(sizes: Sizes, args: argparse.Namespace) -> list[Line]:

@@ -20,8 +20,9 @@ sys.path.sort(key=lambda path: Path(path).resolve() == Path(__file__).resolve().
 
 from bench.table import machine, typed, wait
 from bench.train import HOW, WARM, Side, shared, sides, training, workload_of
-from bench.workloads import WORKLOADS, ground
+from bench.workloads import FOLDER, WORKLOADS, ground
 from trivium.training.device import choose
+from trivium.training.process import process_settings
 
 # The first that a name fits; kernels of the compiler are named after the operations that it has fused in them.
 KINDS = {
@@ -159,7 +160,7 @@ def main(given: Sequence[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
     device = choose(args.device)
     workload, recipe = workload_of(args, device)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, process_settings(recipe, FOLDER.parent):
         base = ground(workload, recipe, Path(scratch), data=args.data)
         for name, enter in sides(base, args.against, batches=16).items():
             side = enter()

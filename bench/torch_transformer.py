@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer
-from trivium.parts.feedforward import Mlp
-from trivium.parts.norms import LayerNorm
+from trivium.parts.options.feedforward import Mlp
+from trivium.parts.options.norms import LayerNorm
 from trivium.parts.output import IGNORED
 
 SMOOTHING = 0.1

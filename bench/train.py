@@ -27,13 +27,14 @@ from bench.measure import Ceilings, ceilings, held, peak, size
 from bench.peers import Inputs, steps, translated, twin, unsettle
 from bench.table import Line, Work, fastest, machine, rounds, summary, table, typed
 from bench.torch_transformer import TorchTransformer
-from bench.workloads import CLIP, TINY, WORKLOADS, Workload, ground, pairs_of, row
+from bench.workloads import CLIP, FOLDER, TINY, WORKLOADS, Workload, ground, pairs_of, row
 from trivium.data.bucketing import Buckets
 from trivium.data.loader import Order, Ordering
 from trivium.training.device import choose
 from trivium.training.job import Job
 from trivium.training.loop import updates
 from trivium.training.prepare import Ground, job
+from trivium.training.process import process_settings
 from trivium.training.recipe import Recipe
 
 HOW = {"on": "compiled", "off": "eager", "graphs": "compiled, in CUDA graphs"}
@@ -238,7 +239,7 @@ def main(given: Sequence[str] | None = None) -> None:
     device = choose(args.device)
     workload, recipe = workload_of(args, device)
     ceiling = ceilings(device, time.perf_counter, tiny=args.tiny)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, process_settings(recipe, FOLDER.parent):
         base = ground(workload, recipe, Path(scratch), data=args.data)
         waiting = sides(base, args.against, batches=16)
         told = lines(waiting, base, number=args.rounds, of=args.steps, ceiling=ceiling, device=device)

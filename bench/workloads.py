@@ -14,17 +14,16 @@ from trivium.data.bucketing import Pairs
 from trivium.data.config import DataConfig
 from trivium.data.packed import Examples, PackedPairs
 from trivium.data.shards import Shards, Stream
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.presets import bart, bert, gpt, llama, t5, transformer
-from trivium.objectives.causal import Causal
-from trivium.objectives.denoise import Denoise, DenoiseTask
-from trivium.objectives.masked import Masked, MaskedTask
-from trivium.objectives.objective import Objective, Task
-from trivium.objectives.seq2seq import Seq2Seq
-from trivium.optim.optimizers import AdamW
+from trivium.objectives.denoise import DenoiseTask
+from trivium.objectives.masked import MaskedTask
+from trivium.objectives.objective import Task
+from trivium.objectives.options import Causal, Denoise, Masked, Objective, Seq2Seq
+from trivium.optim.options import AdamW
 from trivium.optim.schedules import Constant
-from trivium.parts.attention import MultiHead
+from trivium.parts.options.attention import MultiHead
 from trivium.parts.output import IGNORED
 from trivium.parts.site import NoPart
 from trivium.text.kinds import Bpe, Bytes

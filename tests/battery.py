@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from tests.cases import CONTEXT, VOCAB, WIDTH, Case
 from trivium.checkpoints.bundle import open_bundle, save
 from trivium.config import flat, load, overrides
-from trivium.models.block import AnyBlock
 from trivium.models.config import AnyStack, ModelConfig, Stack
+from trivium.models.options import AnyBlock
 from trivium.models.transformer import Transformer, arrange, build, load_weights, weights
 from trivium.objectives.causal import restarting
-from trivium.parts.attention import MultiHead, MultiHeadAttention
-from trivium.parts.output import NoOutput
-from trivium.parts.positions import Rotary
+from trivium.parts.attention import MultiHeadAttention
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.output import NoOutput
+from trivium.parts.options.positions import Rotary
 from trivium.parts.site import NoPart
 from trivium.text.kinds import Bytes
 

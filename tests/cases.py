@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from trivium.config import digest
-from trivium.models.block import AnyBlock, Block, Parallel
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
+from trivium.models.options import AnyBlock, Block, Parallel
 from trivium.models.presets import PRESETS
-from trivium.parts.attention import Attention, MultiHead
-from trivium.parts.boundary import SpanBoundary
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Activation, Glu, Mlp
 from trivium.parts.init import T5, FanIn, Gpt, Gpt2, Xavier
-from trivium.parts.norms import LayerNorm, RMSNorm
-from trivium.parts.output import MaskedHead, NoOutput, Softmax
-from trivium.parts.positions import (
+from trivium.parts.options.attention import Attention, MultiHead
+from trivium.parts.options.boundary import SpanBoundary
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Activation, Glu, Mlp
+from trivium.parts.options.norms import LayerNorm, RMSNorm
+from trivium.parts.options.output import MaskedHead, NoOutput, Softmax
+from trivium.parts.options.positions import (
     Alibi,
     Both,
     Buckets,
@@ -31,9 +31,9 @@ from trivium.parts.positions import (
     Shaw,
     Sinusoidal,
 )
-from trivium.parts.positions.scaling import LinearScaling, Llama3, Ntk, Scaling, Yarn
-from trivium.parts.residual import Post, Sandwich
-from trivium.parts.sentence import Pooler
+from trivium.parts.options.residual import Post, Sandwich
+from trivium.parts.options.scaling import LinearScaling, Llama3, Ntk, Scaling, Yarn
+from trivium.parts.options.sentence import Pooler
 from trivium.parts.site import NoPart
 
 WIDTH, CONTEXT, VOCAB, LAYERS = 32, 16, 50, 2

@@ -1,13 +1,22 @@
-"""trivium: one workshop for every Transformer. `import trivium as tv` gives the functions of `trivium.api`."""
+"""trivium: one workshop for every Transformer.
+
+`import trivium as tv` gives the functions and classes of `trivium.api`; `dir(tv)` lists them. They are loaded when one
+of them is first used, since torch takes seconds to import.
+
+    run = tv.train("my.toml")           train a model from a recipe
+    m = tv.load("runs/my")              open a run, a saved or a published model
+    m.generate("It was", tokens=50)     and m.stream, m.chat, m.fill, m.translate, m.classify, m.embed, m.score
+    tv.build("gpt-mini")                a new module; tv.presets() names the systems
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from trivium.api import (
         Completion,
         Filling,
@@ -50,8 +59,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # torch takes seconds to import: `import trivium` and `trivium --help` do without it until something is used
+def __getattr__(name: str) -> _typing.Any:
     if name not in __all__:
         raise AttributeError(f"module 'trivium' has no attribute {name!r}")
-    return getattr(import_module("trivium.api"), name)
+    value = getattr(_importlib.import_module("trivium.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

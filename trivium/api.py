@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trivium import config as settings
-from trivium.checkpoints import bundle
+from trivium import records
+from trivium.checkpoints import bundle, format
 from trivium.checkpoints.format import Stored
 from trivium.checkpoints.model_files import has_model
-from trivium.checkpoints.store import Store
+from trivium.checkpoints.store import Store, run_of
 from trivium.errors import CheckpointError, RequestError, shown, with_file_errors
 from trivium.evaluation.likelihood import Score
 from trivium.evaluation.results import results
@@ -30,15 +32,17 @@ from trivium.interop.foreign import Say, Tick
 from trivium.interop.load import open_foreign
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
-from trivium.models.transformer import Lay, Transformer, lay_out
+from trivium.models.transformer import Lay, Transformer, lay_out, weights
 from trivium.models.transformer import build as build_module
+from trivium.planner.memory import model_memory, require_memory
 from trivium.text.missing import MissingTokenizer
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import metrics
 from trivium.training.device import choose
 from trivium.training.events import line
-from trivium.training.recipe import Recipe
-from trivium.training.run import RUNS, is_run, open_run, read_recipe
+from trivium.training.recipe import TOKENIZER, Recipe
+from trivium.training.recipes import RUNS, is_run, read_recipe
+from trivium.training.run import Exists, open_run
 
 __all__ = [
     "Completion",
@@ -61,6 +65,9 @@ __all__ = [
 ]
 
 
+Memory = Literal["check", "try"]
+
+
 def presets() -> list[str]:
     """The names of all presets."""
     return list(PRESETS)
@@ -73,14 +80,35 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]()
 
 
-def build(config: ModelConfig | str, *, device: str = "cpu", seed: int = 0) -> Transformer:
-    """A new module with weights drawn from `seed`; on the device "meta" it only has shapes."""
+def build(
+    config: ModelConfig | str,
+    *,
+    vocab: int = 0,
+    device: str = "cpu",
+    seed: int = 0,
+    memory: Memory = "check",
+    overrides: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Transformer:
+    """A new module with weights drawn from `seed`; on the device "meta" it only has shapes.
+
+    `vocab` is for a configuration that leaves its vocabulary open, as gpt-mini does; 0 is the size of the default
+    tokenizer. Other settings of the model go by their names: `tv.build("gpt-mini", width=64, overrides=
+    {"decoder.layers": 2})`. A model that is larger than the memory that is free is refused unless `memory` is "try".
+    """
     if not isinstance(config, ModelConfig | str):
         raise RequestError(f"config: {shown(config)} is neither a ModelConfig nor the name of a preset")
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise RequestError(f"seed: {shown(seed)} is not a whole number from 0 up to 2**63")
+    layer = settings.overrides({**(overrides or {}), **more, **({"vocab": vocab} if vocab else {})})
+    base = preset(config) if isinstance(config, str) else config
+    model = settings.load(ModelConfig, layer, start=base) if layer else base
+    model = model if model.vocab else replace(model, vocab=TOKENIZER.size)
     where = torch.device("meta") if isinstance(device, str) and device == "meta" else choose(device)
-    return build_module(preset(config) if isinstance(config, str) else config, seed=seed, device=where)
+    if memory == "check" and where.type != "meta":
+        name = config if isinstance(config, str) else f"a model of {model.parameters():,} parameters"
+        require_memory(model_memory(model), str(where), name)
+    return build_module(model, seed=seed, device=where)
 
 
 @with_file_errors
@@ -91,14 +119,16 @@ def load(
     average: int = 0,
     bits: int = 0,
     parts: Sequence[type[Any]] = (),
+    memory: Memory = "check",
     say: Say | None = None,
     tick: Tick = lambda what, done, of: None,
 ) -> Model:
     """The model in a run's folder (or one written by `m.save`); an unfinished run gives its newest checkpoint.
 
-    A folder of Hugging Face, a .gguf file or a llama2.c .bin file opens too; what was not read of its settings is told
-    through `say`. `average` = k gives the mean of the weights of the run's newest k checkpoints instead; `bits` = 8 or
-    4 quantises the weights.
+    `RUN/checkpoints/step-N` opens that checkpoint. A folder of Hugging Face, a .gguf file or a llama2.c .bin file opens
+    too; what was not read of its settings is told through `say`. `average` = k gives the mean of the weights of the
+    run's newest k checkpoints instead; `bits` = 8 or 4 quantises the weights. Weights that are larger than the memory
+    that is free are refused unless `memory` is "try".
     """
     folder, told = as_path(path), say or printed
     if not folder.exists():
@@ -110,9 +140,21 @@ def load(
         raise RequestError(f"average: {shown(average)} is not a number of checkpoints; 0 loads the model as it is")
     if type(bits) is not int or bits not in (0, 4, 8):
         raise RequestError(f"bits: weights can have 8 or 4 bits, not {shown(bits)}; 0 keeps them as they are")
-    lay = partial(lay_out, device=choose(device))
-    first: Lay = (lambda module: None) if bits else lay  # what has levels is laid out when it has them
-    if has_model(folder) and not average:
+    target = choose(device)
+    lay = partial(lay_out, device=target)
+
+    def first(module: nn.Module) -> None:
+        """Before a model is filled: its memory is not touched yet."""
+        if memory == "check":
+            require_memory(sum(tensor.nbytes for tensor in weights(module).values()), str(target), str(folder))
+        if not bits:  # what has levels is laid out when it has them
+            lay(module)
+
+    if (run := run_of(folder)) is not None:
+        if average:
+            raise CheckpointError(f"{folder} is one checkpoint; name its run {run} to average the newest")
+        found = _from_checkpoint(run, folder, parts, first)
+    elif has_model(folder) and not average:
         found = bundle.open_bundle(folder, parts=parts, lay=first, tick=tick)
     elif is_run(folder):
         found = _from_checkpoints(folder, average, parts, first)
@@ -122,6 +164,8 @@ def load(
         foreign = open_foreign(folder, say=told, tick=tick, lay=first)
         missing = MissingTokenizer(foreign.module.config.vocab, folder)
         found = bundle.Bundle(foreign.module, foreign.tokenizer or missing, foreign.notes)
+    elif (folder / format.MANIFEST).is_file() and (folder / bundle.WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} is a checkpoint without its run; name it where it was: RUN/checkpoints/step-N")
     else:
         raise CheckpointError(
             f"{folder} holds neither a model nor a run; name a folder with model.json, config.toml or config.json"
@@ -138,14 +182,27 @@ def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]], la
     newest = store.newest(say=printed)
     if newest is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; go on with `trivium train {folder}`")
-    notes: dict[str, Any] = {"run": folder.name, "step": newest.step}
-    tensors: Mapping[str, Tensor | Stored]
-    if average:
-        tensors, notes["average"] = bundle.mean_weights(store, average, say=printed)
-    else:
-        tensors = bundle.stored_in(newest.path, newest.manifest)
-    module = bundle.model_from(settings.read_of(folder).get("model", {}), tensors, str(folder), parts, lay)
-    return bundle.Bundle(module, open_tokenizer(folder), notes)
+    if not average:
+        return _from_checkpoint(folder, newest.path, parts, lay)
+    tensors, steps = bundle.mean_weights(store, average, say=printed)
+    return _in_run(folder, tensors, {"step": newest.step, "average": steps}, parts, lay)
+
+
+def _from_checkpoint(run: Path, path: Path, parts: Sequence[type[Any]], lay: Lay) -> bundle.Bundle:
+    """The model of one checkpoint, with the configuration and the tokenizer of its run."""
+    manifest = format.verify(path)
+    return _in_run(run, bundle.stored_in(path, manifest), {"step": manifest.step}, parts, lay)
+
+
+def _in_run(
+    run: Path,
+    tensors: Mapping[str, Tensor | Stored],
+    notes: Mapping[str, Any],
+    parts: Sequence[type[Any]],
+    lay: Lay,
+) -> bundle.Bundle:
+    module = bundle.model_from(settings.read_of(run).get("model", {}), tensors, str(run), parts, lay)
+    return bundle.Bundle(module, open_tokenizer(run), {"run": run.name, **notes})
 
 
 class Run:
@@ -155,6 +212,13 @@ class Run:
         self.path = path
         self._parts = parts
 
+    def __repr__(self) -> str:
+        steps, best = records.of_kind(self.metrics, "train"), self.best
+        told = [f"{steps[-1]['step']:,} steps"] if steps else []
+        found = records.score(best)
+        told += [f"best validation {found[0]:.4f} {found[1]} at step {best['step']:,}"] if best and found else []
+        return f"<Run {self.path}{': ' if told else ''}{', '.join(told)}>"
+
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Every line of metrics.jsonl."""
@@ -163,8 +227,7 @@ class Run:
     @property
     def best(self) -> dict[str, Any] | None:
         """The validation with the lowest loss."""
-        scored = [row for row in self.metrics if row.get("kind") == "valid" and isinstance(row.get("loss"), float)]
-        return min(scored, key=lambda row: float(row["loss"]), default=None)
+        return records.best(self.metrics)
 
     @property
     def model(self) -> Model:
@@ -186,11 +249,14 @@ def train(
     runs: str | Path = RUNS,
     data_dir: str | Path | None = None,
     parts: Sequence[type[Any]] = (),
+    exists: Exists = "refuse",
     quiet: bool = False,
 ) -> Run:
     """Train from a recipe, its file, or (to go on) a run's folder; progress goes to standard error.
 
-    The recipe's relative paths of data are below `data_dir`, or else below the current folder.
+    The recipe's relative paths of data are below `data_dir`, or else below the current folder. Where a run of that name
+    `exists`, the call is refused; with "resume" that run goes on with the settings that it began with, and with
+    "replace" the new one takes its place once it has been prepared. So a cell of a notebook can be run again.
     """
     if not isinstance(quiet, bool):
         raise RequestError(f"quiet: expects true or false, not {shown(quiet)}")
@@ -201,9 +267,11 @@ def train(
         runs=as_path(runs),
         data_dir=None if data_dir is None else as_path(data_dir),
         parts=parts,
+        exists=exists,
         say=say,
         tick=lambda what, at, of: None,
     )
+    session.alert = say
     for event in session.events():
         text = line(event)
         if text:
@@ -215,14 +283,16 @@ def train(
 def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, Any]:
     """What a run or a saved model says of itself, as plain values."""
     path = as_path(folder)
+    if (home := run_of(path)) is not None:
+        return _shown_checkpoint(path, home, parts)
     if not (is_run(path) or has_model(path)):
         raise CheckpointError(f"{path} holds neither a model nor a run; `trivium runs` lists what is here")
     run = Run(path)
-    steps = [row["step"] for row in run.metrics if row.get("kind") == "train"]
+    steps = [row["step"] for row in records.of_kind(run.metrics, "train")]
     card = bundle.card(path) if has_model(path) else {}
     table = card.get("config") or settings.read_of(path).get("model", {})
     config = settings.load(ModelConfig, table, parts=parts)
-    tests = [row for row in run.metrics if row.get("kind") == "test"]
+    tests = records.of_kind(run.metrics, "test")
     return {
         "path": str(path),
         "state": "finished" if card else "unfinished",
@@ -233,4 +303,22 @@ def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, An
         "test": tests[-1] if tests else None,
         "results": results(path),
         "notes": card.get("notes", {}),
+    }
+
+
+def _shown_checkpoint(path: Path, home: Path, parts: Sequence[type[Any]]) -> dict[str, Any]:
+    """What one checkpoint of a run is, and how good it was."""
+    step = format.manifest(path).step
+    config = settings.load(ModelConfig, settings.read(home / "config.toml").get("model", {}), parts=parts)
+    scored = [row for row in records.of_kind(Run(home).metrics, "valid") if row["step"] == step]
+    return {
+        "path": str(path),
+        "state": "checkpoint",
+        "family": config.family,
+        "parameters": config.parameters(),
+        "step": step,
+        "best": scored[-1] if scored else None,
+        "test": None,
+        "results": results(path),
+        "notes": {"run": str(home), "step": step},
     }

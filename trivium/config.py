@@ -9,19 +9,20 @@ code: kinds and presets are looked up in tables that the package wrote.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trivium.errors import ConfigError, shown
 from trivium.files import read_inside, read_regular
+from trivium.layers import latest, only_path
+from trivium.suggest import Unknown, nearest, setting
 
 T = TypeVar("T")
 Layer = Mapping[str, Any]
@@ -145,11 +146,32 @@ def load(cls: type[T], *layers: Layer, parts: Sequence[type[Any]] = (), start: T
     if not isinstance(parts, list | tuple) or not all(isinstance(part, type) for part in parts):
         raise ConfigError(f"parts: expects a list of classes, not {shown(parts)}")
     loader = _Loader({part.__name__: part for part in parts})
-    value = loader.node(cls, {}, start if start is not None else cls(), list(layers), "")
+    base = start if start is not None else cls()
+    value = loader.node(cls, {}, base, list(layers), "")
+    loader.suggest(base)
     ConfigError.gather(loader.errors)
     return typing.cast(T, value)
 
 
+def accept(instance: Any) -> None:
+    """Let a configuration that Python code makes take all that a file may say: names of kinds, tables, lists.
+
+    Called first in `__post_init__`; what a file would be refused for is refused here in the same sentence.
+    """
+    hints, loader = _hints(type(instance)), _Loader({})
+    for field in dataclasses.fields(instance):
+        value, meta = getattr(instance, field.name), field.metadata
+        part = "kinds" in meta or "presets" in meta or dataclasses.is_dataclass(hints[field.name])
+        if "base" in meta or (part and not isinstance(value, _PLAIN)):
+            continue  # a part, perhaps from outside the package
+        found = loader.node(hints[field.name], meta, field.default, [value], field.name)
+        if found is not _FAILED and found is not value:
+            object.__setattr__(instance, field.name, found)  # frozen for everybody else
+    loader.suggest(instance)
+    ConfigError.gather(loader.errors)
+
+
+_PLAIN = (str, int, float, Mapping, list, tuple, type(None))  # what is no part
 _FAILED = object()
 
 
@@ -157,10 +179,29 @@ class _Loader:
     def __init__(self, parts: Mapping[str, type[Any]]) -> None:
         self.parts = parts
         self.errors: list[ConfigError] = []
+        self.unknown: list[Unknown] = []
+        self.bases: dict[str, Any] = {}  # what each table starts from: a preset or a kind, as the layers say
+        self.kinds: dict[str, Mapping[str, type[Any]]] = {}  # of each place that the layers name
 
     def fail(self, key: str, message: str) -> Any:
         self.errors.append(ConfigError(f"{_cut(key)}: {message}" if key else message))
         return _FAILED
+
+    def suggest(self, base: Any) -> None:
+        """Turn the unknown names into errors, now that all tables are known."""
+        keys = list(self.keys(base, "")) if self.unknown else []
+        for number, unknown in enumerate(self.unknown):
+            plain = f"{unknown.typed}: is not a setting"
+            self.errors.append(ConfigError(setting(unknown, keys) if number < _HINTED else plain))
+
+    def keys(self, base: Any, key: str) -> Iterator[str]:
+        """The keys of every place and leaf at or below `key`."""
+        if key:
+            yield key
+        base = self.bases.get(key, base)
+        if dataclasses.is_dataclass(base):
+            for field in dataclasses.fields(base):
+                yield from self.keys(getattr(base, field.name), f"{key}.{field.name}".lstrip("."))
 
     def node(self, hint: Any, meta: Mapping[str, Any], base: Any, layers: list[Any], key: str) -> Any:
         """The value at `key`: `base` with `layers` laid over it."""
@@ -170,6 +211,8 @@ class _Loader:
             return self.variants(base, layers, key)
         if not ("kinds" in meta or "presets" in meta or dataclasses.is_dataclass(hint)):
             return self.leaf(hint, layers[-1], key)
+        if "kinds" in meta:
+            self.kinds[key] = meta["kinds"]
         start = self.start(meta, base, layers, key)
         return _FAILED if start is _FAILED else self.fields(start[0], start[1], key)
 
@@ -185,7 +228,8 @@ class _Loader:
                 if dataclasses.is_dataclass(layer) and not isinstance(layer, type):
                     base, tables, named = layer, [], None
                     continue
-                return self.fail(key, f"expects a table of settings, not {shown(layer, 60)}")
+                first = "".join(f"; set {key}.{name}" for name in _names(type(base))[:1])
+                return self.fail(key, f"expects a table of settings, not {_show(layer)}{first}")
             table = dict(layer)
             if "" in table and short:
                 table[short] = table.pop("")
@@ -201,20 +245,22 @@ class _Loader:
         if named is not None:
             maker = meta["presets"].get(named) if isinstance(named, str) else None
             if maker is None:
-                return self.fail(key, f"there is no preset {shown(named)}{_nearest(named, meta['presets'])}")
+                return self.fail(key, f"there is no preset {_show(named)}{_nearest(named, meta['presets'])}")
             base = maker()
         return base, tables
 
     def kind(self, table: Mapping[str, type[Any]], name: Any, key: str) -> Any:
         cls = (table.get(name) or self.parts.get(name)) if isinstance(name, str) else None
-        return cls or self.fail(f"{key}.kind", f"there is no kind {shown(name)}{_nearest(name, table)}")
+        return cls or self.fail(f"{key}.kind", f"there is no kind {_show(name)}{_nearest(name, table)}")
 
     def fields(self, base: Any, layers: list[dict[str, Any]], key: str) -> Any:
         cls = type(base)
+        self.bases[key] = base
+        base, layers = latest(base, layers)
         hints, fields = _hints(cls), {field.name: field for field in dataclasses.fields(cls)}
-        for name in dict.fromkeys(name for layer in layers for name in layer if name not in fields):
-            hint = _nearest(name, fields) if len(self.errors) < _HINTED else ""
-            self.fail(f"{key}.{name}".lstrip("."), f"is not a setting{hint}")
+        for name, value in {name: layer[name] for layer in layers for name in layer if name not in fields}.items():
+            kinds = {kind: _names(one) for kind, one in self.kinds.get(key, {}).items()}
+            self.unknown.append(Unknown(_cut(key), _cut(name), only_path(value), list(fields), kinds))
         values: dict[str, Any] = {}
         for name, field in fields.items():
             given = [layer[name] for layer in layers if name in layer]
@@ -237,7 +283,7 @@ class _Loader:
             return _FAILED
         wrong = [layer for layer in layers if not isinstance(layer, Mapping)]
         if wrong:
-            return self.fail(key, f"expects a table of named variants, not {shown(wrong[0], 60)}")
+            return self.fail(key, f"expects a table of named variants, not {_show(wrong[0])}")
         result = dict(current)
         for name in dict.fromkeys(name for layer in layers for name in layer):
             given = [layer[name] for layer in layers if name in layer]
@@ -263,10 +309,10 @@ def _convert(hint: Any, value: Any) -> Any:
         value = str(value) if isinstance(value, Text) else value
         if value in args:
             return value
-        raise ValueError(f"{shown(value, 60)} is not one of {', '.join(map(str, args))}{_nearest(value, args)}")
+        raise ValueError(f"{_show(value)} is not one of {', '.join(map(str, args))}{_nearest(value, args)}")
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            value = [typed if args[0] is str else value]
+            value = _items(typed) if isinstance(typed, Text) else [value]
         return tuple(_convert(args[0], item) for item in value)
     if hint is bool and isinstance(value, bool):
         return value
@@ -276,7 +322,7 @@ def _convert(hint: Any, value: Any) -> Any:
         return float(value)
     if hint is str and isinstance(value, str | Path):
         return _unicode(_unquote(value) if isinstance(value, Text) else str(value))
-    raise ValueError(f"expects {_NAMES.get(hint, hint)}, not {shown(value, 60)}")
+    raise ValueError(f"expects {_NAMES.get(hint, hint)}, not {_show(value)}")
 
 
 def _finite(value: float) -> bool:
@@ -286,6 +332,13 @@ def _finite(value: float) -> bool:
         return False
 
 
+def _items(text: Text) -> list[Text]:
+    """The items of a list on the command line, parted by commas; a text in quotes is one item."""
+    if text[:1] in ("'", '"') and isinstance(_typed(text), str):
+        return [text]
+    return [Text(item.strip()) for item in text.split(",") if item.strip()]
+
+
 def _convert_any(hints: Sequence[Any], value: Any) -> Any:
     """`value` as the first of several types that takes it: `float | str` is a fraction or a path."""
     for hint in hints:
@@ -293,7 +346,7 @@ def _convert_any(hints: Sequence[Any], value: Any) -> Any:
             return _convert(hint, value)
         except ValueError:
             continue
-    raise ValueError(f"expects {' or '.join(str(_NAMES.get(hint, hint)) for hint in hints)}, not {shown(value, 60)}")
+    raise ValueError(f"expects {' or '.join(str(_NAMES.get(hint, hint)) for hint in hints)}, not {_show(value)}")
 
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -318,18 +371,17 @@ def _unquote(text: Text) -> str:
     return str(_typed(text)) if text[:1] in ("'", '"') else str(text)
 
 
+def _show(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else shown(value, 60)
+
+
 def _cut(key: str) -> str:
     """A key for a sentence: the end of a long one, where the misspelling is."""
     return key if len(key) <= _KEY else f"...{key[3 - _KEY :]}"
 
 
 def _nearest(name: object, names: Iterable[Any]) -> str:
-    """A hint: the valid name nearest to a misspelt one, or all of them if there are few."""
-    known = [str(known) for known in names]
-    close = difflib.get_close_matches(str(name)[:_KEY] if isinstance(name, str) else "", known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; it is one of {', '.join(known)}" if 0 < len(known) <= 12 else ""
+    return nearest(name[:_KEY] if isinstance(name, str) else "", names)
 
 
 def unknown(what: str, name: str, names: Iterable[str]) -> ConfigError:
@@ -337,8 +389,18 @@ def unknown(what: str, name: str, names: Iterable[str]) -> ConfigError:
     return ConfigError(f"there is no {what} {shown(name)}{_nearest(name, names)}")
 
 
+def _names(cls: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    found = _HINTS.get(cls)
+    if found is None:
+        found = _HINTS[cls] = typing.get_type_hints(cls)
+    return found
+
+
+_HINTS: dict[type[Any], dict[str, Any]] = {}  # what typing works out once for each class
 
 
 def dump(value: Any) -> dict[str, Any]:

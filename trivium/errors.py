@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
+import re
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -123,23 +128,26 @@ def listed(names: Iterable[str], most: int = 10) -> str:
 
 
 _HINTS = {
-    errno.ENOSPC: "make room, or name another folder",
-    errno.EDQUOT: "make room, or name another folder",
-    errno.EACCES: "change its permissions, or name another path",
-    errno.EPERM: "change its permissions, or name another path",
-    errno.EROFS: "name a path on a disk that can be written",
+    errno.ENOSPC: "make room, or name another place",
+    errno.EDQUOT: "make room, or name another place",
+    errno.EACCES: "change who may use it, or name another place",
+    errno.EPERM: "change who may use it, or name another place",
+    errno.EROFS: "name a place on a disk that can be written",
     errno.ENAMETOOLONG: "name a shorter path",
 }
 
 
-def file_error(error: OSError, where: object) -> FileError:
+def file_error(error: OSError, where: object = "") -> FileError:
     """The sentence for an OSError that nobody else answered; `where` is named if the error names no file."""
-    name = str(error.filename) if isinstance(error.filename, str | os.PathLike) else ""
-    if not name or "/.tmp-" in name:  # a hidden name that is gone by now
-        name = str(where)
+    name = final_name(os.fspath(error.filename)) if isinstance(error.filename, str | os.PathLike) else str(where)
     reason = error.strerror or str(error) or type(error).__name__
     hint = _HINTS.get(error.errno or 0)
-    return FileError(f"{printable(name, 400)}: {reason}" + (f"; {hint}" if hint else ""))
+    return FileError((f"{printable(name, 400)}: " if name else "") + reason + (f"; {hint}" if hint else ""))
+
+
+def final_name(path: str) -> str:
+    """A path as the user knows it: what is being prepared by the name that it is going to have."""
+    return re.sub(r"(?:^|(?<=/))\.tmp-([^/]+)-\d+(?=/|$)", r"\1", path).replace("/.new-model/", "/")
 
 
 def with_file_errors(function: Callable[P, R]) -> Callable[P, R]:
@@ -152,9 +160,19 @@ def with_file_errors(function: Callable[P, R]) -> Callable[P, R]:
         except OSError as error:
             given = [*args, *(kwargs[name] for name in ("source", "folder", "path", "runs") if name in kwargs)]
             paths = [value for value in given if isinstance(value, str | os.PathLike)]
-            raise file_error(error, paths[-1] if paths else "a file") from error
+            raise file_error(error, paths[-1] if paths else "") from error
 
     return call
+
+
+def pip_install(*packages: str) -> str:
+    """The command that installs packages for the Python that runs this, whether its environment is active or not."""
+    own, found = os.path.abspath(sys.executable or "python"), shutil.which("python")
+    if found is not None and os.path.abspath(found) == own:
+        own = "python"
+    with contextlib.suppress(OSError):  # the current folder may be gone
+        own = own.removeprefix(os.getcwd() + os.sep)
+    return f"{shlex.quote(own)} -m pip install {' '.join(packages)}"
 
 
 def _join(key: str, problem: str) -> str:

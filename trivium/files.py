@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -18,7 +19,9 @@ from types import TracebackType
 
 from trivium.errors import BusyError, RequestError, shown
 
-_TEMPORARY = re.compile(r"\.tmp-.+-\d+")
+LOCK = ".lock"
+_TEMPORARY = re.compile(r"\.tmp-.+-\d+", re.DOTALL)
+_AGAIN = 0.05  # seconds for which a lock that is held is tried once more: `is_held` takes it for a moment
 _NOT_REGULAR = "it is not a regular file"
 
 
@@ -137,6 +140,14 @@ def _read(path: Path, name: Path, most: int, flags: int) -> bytes:
     return data
 
 
+def exists_already(path: Path) -> str:
+    """The sentence about a place that is taken: it names another one, and never asks for anything to be deleted."""
+    base = Path("exported") / path.name if (path / "config.toml").exists() else path
+    names = (base.with_name(f"{base.stem}-{number}{base.suffix}") for number in itertools.count(2))
+    free = next(other for other in itertools.chain([base], names) if not os.path.lexists(other))
+    return f"{path} already exists and is not replaced; name another place, such as {free}"
+
+
 def sha256(path: Path) -> str:
     """The sha256 of a file in hexadecimal, in bounded memory."""
     with path.open("rb") as file:
@@ -149,8 +160,13 @@ def remove_leftovers(folder: Path) -> None:
     The process number in a name is no reason to spare it: in a container the next run often has the same one.
     """
     for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
+        if is_leftover(path):
             remove(path)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether it has a name under which something is prepared or retired."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def remove(path: Path) -> None:
@@ -161,6 +177,21 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process that lives holds the lock on a folder."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
+
+
 class Lock:
     """`with Lock(folder):` is held by one holder at a time; a second one gets a BusyError after `wait` seconds.
 
@@ -168,7 +199,7 @@ class Lock:
     the file goes when the lock is released.
     """
 
-    def __init__(self, folder: Path, name: str = ".lock", *, wait: float = 0.0, remove: bool = False) -> None:
+    def __init__(self, folder: Path, name: str = LOCK, *, wait: float = _AGAIN, remove: bool = False) -> None:
         self.folder = folder
         self.file = folder / name
         self._wait, self._remove = wait, remove

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,9 +17,10 @@ from trivium.files import as_path
 from trivium.generation import chat as conversation
 from trivium.generation import embed as vectors
 from trivium.generation.beam import Beam
-from trivium.generation.classify import Text, classify
+from trivium.generation.checks import items_of, require_whole, text_of, texts_of
+from trivium.generation.classify import Text, Verdict, classify, pairs_of
 from trivium.generation.embed import Neighbour, Pooling, neighbours
-from trivium.generation.fill import fill
+from trivium.generation.fill import Filling, fill
 from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Scorer
 from trivium.generation.states import Ids, logits_of
@@ -35,6 +36,38 @@ from trivium.text.chat import Message, Role
 from trivium.text.missing import MissingTokenizer
 from trivium.text.tokenizer import Tokenizer
 
+Many = list[str] | tuple[str, ...]  # not any sequence: a string is one too
+
+
+class Generating(TypedDict, total=False):
+    """How a text is generated, beside the number of samples."""
+
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    stop: str | Sequence[str]
+    logprobs: int
+    slide: bool
+    speculate: Model | Literal["lookup"] | None
+
+
+class Translating(TypedDict, total=False):
+    """How a text is translated, beside the number of hypotheses."""
+
+    beams: int
+    alpha: float
+    coverage: float
+    tokens: int
+    language: str
+    ensemble: Sequence[Model]
+    rows: int
+    tick: Callable[[int, int], None]
+    each: Callable[[list[Hypothesis]], None] | None
+
 
 class Model:
     """A model with its tokenizer, ready for use."""
@@ -43,6 +76,18 @@ class Model:
         self.module = module
         self.tokenizer = tokenizer
         self.notes = notes
+
+    def __repr__(self) -> str:
+        config, origin = self.config, self.notes.get("run") or self.notes.get("architecture") or ""
+        parts = [
+            str(origin)[:40],
+            config.family,
+            f"{config.parameters():,} parameters",
+            f"context {config.context:,}",
+            repr(self.tokenizer),
+            str(self.module.device),
+        ]
+        return f"<Model {', '.join(part for part in parts if part)}>"
 
     @property
     def config(self) -> ModelConfig:
@@ -63,6 +108,15 @@ class Model:
         """
         return logits_of(self.module, ids, target, segments=segments, padding=padding)
 
+    @overload
+    def generate(self, prompt: str, *, n: Literal[1] = 1, **how: Unpack[Generating]) -> Completion: ...  # type: ignore[overload-overlap]
+    @overload
+    def generate(self, prompt: str, *, n: int, **how: Unpack[Generating]) -> list[Completion]: ...
+    @overload
+    def generate(self, prompt: Many, *, n: Literal[1] = 1, **how: Unpack[Generating]) -> list[Completion]: ...  # type: ignore[overload-overlap]
+    @overload
+    def generate(self, prompt: Many, *, n: int, **how: Unpack[Generating]) -> list[list[Completion]]: ...
+
     def generate(
         self,
         prompt: str | Sequence[str],
@@ -75,11 +129,11 @@ class Model:
         repetition_penalty: float = 1.0,
         seed: int = 0,
         n: int = 1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         logprobs: int = 0,
         slide: bool = False,
         speculate: Model | Literal["lookup"] | None = None,
-    ) -> Any:
+    ) -> Completion | list[Completion] | list[list[Completion]]:
         """The continuation of a prompt: a string that also has `.ids`, `.reason` and `.logprobs`.
 
         An encoder-decoder reads the prompt as its source and writes from it. With n > 1 a list of n; for a list of
@@ -88,7 +142,7 @@ class Model:
         same, drawn ones keep their distribution.
         """
         sampling = _sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = texts_of("prompt", prompt)
         found = complete(
             self.module,
             self.tokenizer,
@@ -103,8 +157,9 @@ class Model:
             slide=slide,
             speculate=speculate.module if isinstance(speculate, Model) else speculate,
         )
-        each: list[Any] = [samples if n > 1 else samples[0] for samples in found]
-        return each[0] if isinstance(prompt, str) else each
+        if isinstance(prompt, str):
+            return found[0] if n > 1 else found[0][0]
+        return found if n > 1 else [samples[0] for samples in found]
 
     def stream(
         self,
@@ -117,14 +172,14 @@ class Model:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         slide: bool = False,
     ) -> Generator[str, None, Completion]:
         """The same continuation piece by piece, never half a character."""
         return stream_text(
             self.module,
             self.tokenizer,
-            prompt,
+            text_of("prompt", prompt),
             tokens=tokens,
             sampling=_sampling(temperature, top_k, top_p, min_p, repetition_penalty),
             seed=seed,
@@ -149,7 +204,7 @@ class Model:
 
         It is written as the template that came with the model says; special spellings in a message stay text.
         """
-        given = [Message("user", messages)] if isinstance(messages, str) else [_message(each) for each in messages]
+        given = [Message("user", messages)] if isinstance(messages, str) else _messages(messages)
         return conversation.answer(
             self.module,
             self.tokenizer,
@@ -160,6 +215,15 @@ class Model:
             sampling=_sampling(temperature, top_k, top_p, min_p, repetition_penalty),
             seed=seed,
         )
+
+    @overload
+    def translate(self, texts: str, *, n: Literal[1] = 1, **how: Unpack[Translating]) -> Hypothesis: ...  # type: ignore[overload-overlap]
+    @overload
+    def translate(self, texts: str, *, n: int, **how: Unpack[Translating]) -> list[Hypothesis]: ...
+    @overload
+    def translate(self, texts: Many, *, n: Literal[1] = 1, **how: Unpack[Translating]) -> list[Hypothesis]: ...  # type: ignore[overload-overlap]
+    @overload
+    def translate(self, texts: Many, *, n: int, **how: Unpack[Translating]) -> list[list[Hypothesis]]: ...
 
     def translate(
         self,
@@ -174,12 +238,14 @@ class Model:
         ensemble: Sequence[Model] = (),
         rows: int = 0,
         tick: Callable[[int, int], None] = lambda done, of: None,
-    ) -> Any:
+        each: Callable[[list[Hypothesis]], None] | None = None,
+    ) -> Hypothesis | list[Hypothesis] | list[list[Hypothesis]]:
         """The best translation of each text by beam search: a string with `.score`, `.logprob`, `.ids` and `.reason`.
 
         With n > 1 a list of the n best; one text gives one answer, a list a list. `ensemble` names other models of the
         same tokenizer that vote with this one. At most `tokens` tokens, 0 means 50 more than the source. `language` is
-        the code of the target for a model that was trained on several, as "fra" for Marian's >>fra<<.
+        the code of the target for a model that was trained on several, as "fra" for Marian's >>fra<<. `each` is called
+        with the n best of every text, in order and before the last one is done.
         """
         if self.config.family != "encoder-decoder":
             raise RequestError(f"a model of the {self.config.family} family cannot translate; load an encoder-decoder")
@@ -188,7 +254,7 @@ class Model:
                 raise RequestError("models with different tokenizers cannot vote together; train them with one")
         scorer = Scorer(self.module, *(other.module for other in ensemble))
         beam = Beam(beams=beams, alpha=alpha, coverage=coverage, n=n)
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = texts_of("texts", texts)
         found = search_texts(
             scorer,
             self.tokenizer,
@@ -199,26 +265,36 @@ class Model:
             stop_ids=self._ends,
             rows=rows,
             tick=tick,
+            each=each,
         )
-        each: list[Any] = [best if n > 1 else best[0] for best in found]
-        return each[0] if isinstance(texts, str) else each
+        if isinstance(texts, str):
+            return found[0] if n > 1 else found[0][0]
+        return found if n > 1 else [best[0] for best in found]
 
     def search(
         self, prompt: str, *, tokens: int = 100, beams: int = 4, alpha: float = 0.6, n: int = 1
     ) -> list[Hypothesis]:
         """The n best continuations of a prompt by beam search; of an encoder-decoder, what it writes from a source."""
         beam = Beam(beams=beams, alpha=alpha, n=n)
-        return search_texts(self.module, self.tokenizer, [prompt], beam=beam, tokens=tokens, stop_ids=self._ends)[0]
+        given = [text_of("prompt", prompt)]
+        return search_texts(self.module, self.tokenizer, given, beam=beam, tokens=tokens, stop_ids=self._ends)[0]
 
-    def fill(self, text: str | Sequence[str], *, top: int = 5) -> Any:
+    @overload
+    def fill(self, text: str, *, top: int = 5) -> list[Filling] | list[list[Filling]]: ...
+    @overload
+    def fill(self, text: Many, *, top: int = 5) -> list[list[Filling] | list[list[Filling]]]: ...
+
+    def fill(
+        self, text: str | Sequence[str], *, top: int = 5
+    ) -> list[Filling] | list[list[Filling]] | list[list[Filling] | list[list[Filling]]]:
         """The likeliest pieces behind each [MASK], best first: strings with `.probability` and `.id`.
 
         A text with one mask gives a list, one with several a list for each, filled independently while the others stay
         masked; a list of texts gives a list. If the tokenizer has [CLS] and [SEP] the text is framed by them, as in
         training; spelled out in the text they are text.
         """
-        found = fill(self.module, self.tokenizer, [text] if isinstance(text, str) else list(text), top=top)
-        each: list[Any] = [masks if len(masks) > 1 else masks[0] for masks in found]
+        found = fill(self.module, self.tokenizer, texts_of("text", text), top=top)
+        each = [masks if len(masks) > 1 else masks[0] for masks in found]
         return each[0] if isinstance(text, str) else each
 
     @property
@@ -226,12 +302,17 @@ class Model:
         """The names of the classes that `classify` tells apart, as the model's own files have them."""
         return [str(label) for label in self.notes.get("labels", [])]
 
-    def classify(self, texts: Text | Sequence[Text]) -> Any:
+    @overload
+    def classify(self, texts: Text) -> Verdict: ...
+    @overload
+    def classify(self, texts: list[Text] | list[str] | list[tuple[str, str]]) -> list[Verdict]: ...
+
+    def classify(self, texts: Text | Sequence[Text]) -> Verdict | list[Verdict]:
         """The class of a text, or of each of several: a string that also has `.probabilities`.
 
         A pair of texts, as in (premise, hypothesis), is a tuple of two.
         """
-        given = [texts] if isinstance(texts, str | tuple) else list(texts)
+        given = pairs_of(texts)
         found = classify(self.module, self.tokenizer, given, self.labels)
         return found[0] if isinstance(texts, str | tuple) else found
 
@@ -248,7 +329,7 @@ class Model:
         Left at "auto" both are what a published sentence encoder says of itself, else the mean as it is. An encoder's
         text is framed as for `fill`; an encoder-decoder gives the states of its encoder.
         """
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = texts_of("texts", texts)
         if not isinstance(pooling, str):
             raise RequestError(f"pooling: {shown(pooling)} is neither mean nor cls")
         if not isinstance(normalise, bool) and not (isinstance(normalise, str) and normalise == "auto"):
@@ -262,7 +343,8 @@ class Model:
 
     def embed_word(self, text: str, word: str, *, occurrence: int = 0) -> Tensor:
         """The vector [D] of a word where it stands in a text: "bank" by a river is not "bank" with money."""
-        return vectors.embed_word(self.module, self.tokenizer, text, word, occurrence=occurrence)
+        given = (text_of("text", text), text_of("word", word))
+        return vectors.embed_word(self.module, self.tokenizer, *given, occurrence=occurrence)
 
     def neighbours(self, text: str, *, among: Sequence[str] = (), top: int = 10) -> list[Neighbour]:
         """What lies nearest by cosine, best first: strings with `.similarity` and `.number`.
@@ -270,9 +352,11 @@ class Model:
         With `among`, these texts by their `embed`; without, the tokenizer's pieces by the embeddings in front of the
         first layer, in which a word is the same wherever it stands.
         """
-        if among:
-            both = self.embed([text, *among])
-            return neighbours(both[:1], both[1:], list(among), top=top)[0]
+        require_whole("top", top, 1, None, "ask for at least one neighbour")
+        text, others = text_of("text", text), texts_of("among", among)
+        if others:
+            both = self.embed([text, *others])
+            return neighbours(both[:1], both[1:], others, top=top)[0]
         names, candidates = vectors.static_words(self.module, self.tokenizer)
         own = vectors.static_word(self.module, self.tokenizer, text)
         found = neighbours(own[None], candidates, names, top=len(names))[0]
@@ -280,7 +364,7 @@ class Model:
 
     def score(self, text: str, *, stride: int = 0) -> Score:
         """How probable the text is: `.nll`, `.perplexity`, `.bits_per_byte`, every token scored once."""
-        return score_text(self.module, self.tokenizer, text, stride=stride)
+        return score_text(self.module, self.tokenizer, text_of("text", text), stride=stride)
 
     @with_file_errors
     def save(self, folder: str | Path) -> Path:
@@ -333,14 +417,17 @@ def _gguf_bits(bits: int) -> Literal[32, 16, 8]:
     raise RequestError(f"bits: a GGUF file can have 32, 16 or 8, not {shown(bits)}")
 
 
-def _message(given: Mapping[str, str]) -> Message:
-    try:
-        role, text = given["role"], given["content"]
-    except (KeyError, TypeError):
-        raise RequestError('a message is {"role": "user", "content": "..."}; give both') from None
+def _messages(given: object) -> list[Message]:
+    return [_message(each) for each in items_of("messages", given, "a string or a list of messages")]
+
+
+def _message(given: object) -> Message:
+    if not isinstance(given, Mapping) or not {"role", "content"} <= given.keys():
+        raise RequestError('a message is {"role": "user", "content": "..."}; give both')
+    role, text = given["role"], given["content"]
     if role not in ("system", "user", "assistant"):
         raise RequestError(f"role: {shown(role)} is none of system, user and assistant")
-    return Message(cast(Role, role), text)
+    return Message(cast(Role, role), text_of("content", text))
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, penalty: float) -> Sampling:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from tests.generation import tiny
 from trivium import api, config
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, RequestError
+from trivium.evaluation import results
 from trivium.generation.beam import Beam
+from trivium.generation.fill import Filling
 from trivium.generation.translation import search_texts
 from trivium.models.transformer import Transformer, weights
 from trivium.text.tokenizer import Tokenizer
@@ -58,7 +61,7 @@ def load(home: Path, name: str, **options: Any) -> api.Model:
 
 
 def test_fill_prints_ranked_candidates(call: Call, home: Path) -> None:
-    expected = load(home, "encoder").fill("the [MASK] sat", top=3)
+    expected = cast("list[Filling]", load(home, "encoder").fill("the [MASK] sat", top=3))
     assert len(expected) == 3
     outcome = call("fill", "encoder", "the [MASK] sat", "--top", 3, "--device", "cpu")
     assert outcome.code == 0, outcome.err
@@ -103,6 +106,14 @@ def test_translate_into_one_of_several_languages(call: Call, home: Path) -> None
     refused(call("translate", "many", ">>fra<< a dog"), "--language fra")
 
 
+def test_settings_out_of_bounds_are_refused(call: Call) -> None:
+    refused(call("translate", "both", "ein Hund", "--alpha", 1000), "alpha: 1000", "from 0 to 10")
+    refused(call("translate", "both", "ein Hund", "--beams", 10**6), "beams: 1000000", "more than 1,000")
+    for penalty in ("1e-300", "1e300", "nan"):
+        refused(call("generate", "decoder", "a", "--repetition-penalty", penalty), "repetition_penalty: ")
+    refused(call("generate", "decoder", "a", "--tokens", 10**12), "tokens: ", "1,000,000")
+
+
 def test_translate_takes_one_text_or_many_and_the_n_best(home: Path) -> None:
     m = load(home, "both")
     one = m.translate("ein Hund", tokens=8)
@@ -144,6 +155,31 @@ def test_average_is_the_mean_of_the_newest_checkpoints(call: Call, home: Path) -
     refused(call("translate", "both", "x", "--average", 4), "both is not a run")
     with pytest.raises(RequestError, match="average: -1"):
         load(home, "run", average=-1)
+
+
+def test_a_checkpoint_is_a_model(call: Call, home: Path) -> None:
+    path = "run/checkpoints/step-00000002"
+    m = load(home, path)
+    assert m.notes == {"run": "run", "step": 2}
+    expected = weights(tiny.model("t5-mini", tiny.DENOISING, spread=0.5, seed=2))
+    assert all(torch.equal(weights(m.module)[name], tensor) for name, tensor in expected.items())
+    printed = call("translate", path, "ein Hund", "--tokens", 8)
+    assert printed.out == " ".join(m.translate("ein Hund", tokens=8).splitlines()) + "\n"
+    facts = json.loads(call("show", path, "--json").out)
+    assert (facts["state"], facts["step"], facts["family"]) == ("checkpoint", 2, "encoder-decoder")
+    assert "checkpoint" in call("show", path).out
+    assert results.place(home / path) == home / "run" / "results" / "step-00000002"
+    refused(call("translate", path, "x", "--average", 2), "is one checkpoint", "name its run", "run")
+    shutil.copytree(home / path, home / "alone")
+    refused(call("translate", "alone", "x"), "alone", "a checkpoint without its run", "RUN/checkpoints")
+
+
+def test_a_damaged_checkpoint_is_not_opened(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "run", tmp_path / "run")
+    file = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        api.load(file.parent, device="cpu")
 
 
 def test_embed_prints_a_line_of_numbers_for_each_text(call: Call, home: Path) -> None:

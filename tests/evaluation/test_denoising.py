@@ -12,7 +12,8 @@ from tests.generation import tiny
 from trivium.data.packing import Rows
 from trivium.errors import RequestError
 from trivium.evaluation.denoising import _stream, span_loss
-from trivium.objectives.denoise import Denoise
+from trivium.objectives.denoise import room_for
+from trivium.objectives.options import Denoise
 
 TOKENIZER = tiny.BYTES.extended(["<pad>", *(f"<extra_id_{number}>" for number in reversed(range(10)))])
 TEXTS = ["To be, or not to be: that is the question. " * 9, "Whether 'tis nobler in the mind to suffer. " * 5]
@@ -36,7 +37,7 @@ def test_the_targets_are_as_many_as_the_objective_says() -> None:
     full, last = divmod(tokens, found.row)
     options = Denoise(sentinels=10)
     lengths = [found.row] * full + ([last] if last else [])
-    assert found.targets == sum(options.room(length).targets for length in lengths)
+    assert found.targets == sum(room_for(options, length).targets for length in lengths)
 
 
 @pytest.mark.parametrize("name", ["t5-mini", "gpt-mini"])

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from trivium.errors import RequestError
 from trivium.evaluation.likelihood import Score, score_ids, score_many, score_text, score_texts, windows
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.positions import Learned, Position, Rotary
+from trivium.parts.options.positions import Learned, Position, Rotary
 from trivium.text.kinds import Bytes
 
 END = 256

@@ -52,7 +52,7 @@ class Text:
 
     def _finish(self, ids: list[int], logprob: float, length: int, reason: Literal["end", "length", "context"]) -> None:
         self.finished.append(Found(ids, logprob, logprob / self.beam.penalty(length), reason))
-        self.finished.sort(key=lambda found: (found.reason != "end", -found.score))
+        self.finished.sort(key=lambda found: -found.score)  # stable: of equals the first found
         del self.finished[self.beam.n :]
 
     def _settled(self, best: float) -> bool:

@@ -16,11 +16,11 @@ from trivium.errors import RequestError
 from trivium.generation.engine import Token
 from trivium.generation.sampling import Sampling
 from trivium.generation.text import Completion, Transcript, complete, stream_text
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.embeddings import Tokens
-from trivium.parts.positions import Rotary
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.positions import Rotary
 from trivium.text.kinds import Bpe, Bytes, Chars, EndOfWordBpe, Unigram, WordPiece
 from trivium.text.pieces import Joint
 from trivium.text.tokenizer import Tokenizer

@@ -20,13 +20,13 @@ from trivium.generation.rows import Row
 from trivium.generation.sampling import Sampling, Uniforms, distribution, draw
 from trivium.generation.sizes import bucket
 from trivium.generation.slots import Bank
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
-from trivium.parts.cache import Cache, Shape, Slots, plainly
-from trivium.parts.embeddings import Tokens
-from trivium.parts.positions import Alibi, Both, Buckets, Learned, Position, Rotary, Shaw
+from trivium.parts.cache import Cache, Slots, plainly
+from trivium.parts.options.attention import MultiHead, Shape
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.positions import Alibi, Both, Buckets, Learned, Position, Rotary, Shaw
 
 VOCAB, CONTEXT, END = 61, 24, 7
 GREEDY = Sampling(temperature=0)

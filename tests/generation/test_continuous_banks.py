@@ -35,7 +35,7 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Scorer
 from trivium.generation.slots import Bank
 from trivium.models.transformer import build
-from trivium.parts.positions import Learned
+from trivium.parts.options.positions import Learned
 
 
 @pytest.fixture

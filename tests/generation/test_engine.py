@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from trivium.errors import CheckpointError, RequestError
 from trivium.generation.engine import Request, Token, stream
 from trivium.generation.sampling import Sampling, Uniforms, distribution, draw
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.positions import Learned, Position, Rotary
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.positions import Learned, Position, Rotary
 
 VOCAB = 61
 GREEDY = Sampling(temperature=0)

@@ -27,14 +27,15 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.slots import Bank
 from trivium.generation.speculative import Speculate, speculative
 from trivium.interop.quantize import quantize
-from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block, Parallel
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead, MultiHeadAttention
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu, Mlp
-from trivium.parts.norms import LayerNorm, RMSNorm
-from trivium.parts.positions import Alibi, Buckets, Learned, NoPositions, Rotary, Sinusoidal
+from trivium.parts.attention import MultiHeadAttention
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.norms import LayerNorm, RMSNorm
+from trivium.parts.options.positions import Alibi, Buckets, Learned, NoPositions, Rotary, Sinusoidal
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -32,7 +32,7 @@ from trivium.generation.pool import Pool, Wish
 from trivium.generation.scorer import Prompt, Scorer
 from trivium.generation.translation import search_texts
 from trivium.models.transformer import Transformer, build
-from trivium.parts.output import NoOutput
+from trivium.parts.options.output import NoOutput, Softmax
 
 VOCAB, BANNED = 300, 293
 LIMIT = VOCAB - 2  # ids from there on are never written
@@ -99,6 +99,33 @@ def test_a_search_on_the_device_finds_what_lists_on_the_host_find(
     found = search(scorer, asked, beam, end=None, stop_ids=ends, vocab=LIMIT, banned=(BANNED,))
     for item, ours in zip(asked, found, strict=True):
         near(ours, host_search(scorer, item, beam, ends=ends, vocab=LIMIT, banned=(BANNED,)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+def test_a_certain_text_that_is_cut_off_comes_before_an_improbable_one_that_ends(name: str, alpha: float) -> None:
+    """Every step writes 7 with probability 1 - e**-27 and ends with e**-27, whatever was read: a closed form."""
+    model = build(replace(tiny.shrunk(name, VOCAB, context=48), output=Softmax(bias=True))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        logits_V = model.get_parameter("output.project.bias")
+        logits_V.fill_(-80.0)
+        logits_V[7], logits_V[5] = 0.0, -27.0
+    ends, beam = frozenset({5}), Beam(beams=3, n=3, alpha=alpha)
+    asked = [replace(item, tokens=6) for item in wishes(Scorer(model).family, 1, 2)]
+    ways = [search(model, asked, beam, end=None, stop_ids=ends, vocab=LIMIT, banned=(BANNED,))]
+    ways += [pooled([model], asked, beam, ends, 8)] if name in PAIRS else []
+    ways += [[host_search(Scorer(model), item, beam, ends=ends, vocab=LIMIT, banned=(BANNED,)) for item in asked]]
+    ended = [(-27 / ((5 + length) / 6) ** alpha, length) for length in range(1, 7)]
+    ended = sorted(ended, key=lambda one: (-one[0], one[1]))[:2]  # of equals the shorter
+    for found in (one for way in ways for one in way):
+        assert [(item.ids, item.reason) for item in found] == [
+            ([7] * 6, "length"),
+            *(([7] * (length - 1), "end") for _, length in ended),
+        ]
+        assert [item.logprob for item in found] == pytest.approx([0.0, -27.0, -27.0], abs=1e-4)
+        assert [item.score for item in found] == pytest.approx([0.0, *(score for score, _ in ended)], abs=1e-4)
 
 
 @settings(max_examples=7, deadline=None, derandomize=True)

@@ -23,8 +23,8 @@ from trivium.generation.scorer import evaluating
 from trivium.generation.slots import Bank
 from trivium.models.transformer import Transformer
 from trivium.parts.cache import Cache
+from trivium.parts.options.positions import Learned
 from trivium.parts.output import SoftmaxOutput
-from trivium.parts.positions import Learned
 
 
 class Reads:

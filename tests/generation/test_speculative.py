@@ -24,7 +24,7 @@ from trivium.generation.speculative import Choose, Lookup, Speculate, settle, sp
 from trivium.generation.text import complete
 from trivium.generation.verify import SlotReader
 from trivium.models.transformer import Transformer, build
-from trivium.parts.positions import Learned
+from trivium.parts.options.positions import Learned
 
 GREEDY = Sampling(temperature=0)
 FULL = Sampling()

@@ -16,7 +16,7 @@ from trivium.errors import RequestError
 from trivium.generation import states
 from trivium.generation.states import logits_of, read
 from trivium.models.transformer import build
-from trivium.parts.embeddings import Tokens
+from trivium.parts.options.embeddings import Tokens
 
 BERT = build(replace(tiny.shrunk("bert-mini", tiny.MASKED.size), embedding=Tokens(segments=2))).eval()
 enliven(BERT, seed=1, spread=0.5)

@@ -27,15 +27,16 @@ BEAM = Beam(beams=3, n=2)
 
 @torch.no_grad()
 def every_text(family: str, prompt: Prompt, alpha: float) -> list[tuple[tuple[int, ...], float]]:
-    """All texts of up to TOKENS - 1 letters that one of the ENDS follows, by the score of the likelier, best first."""
+    """All texts of up to TOKENS letters, best first; those of fewer are ended by the likelier of the ENDS."""
     model, found = SMALL[family], []
     inputs = {"source": torch.tensor([prompt.source])} if prompt.source else {}
-    for length in range(TOKENS):
+    for length in range(TOKENS + 1):
         for ids in product(range(LETTERS), repeat=length):
             hidden = model(torch.tensor([[*prompt.ids, *ids]]), **inputs).hidden[0, len(prompt.ids) - 1 :]
             steps = model.head.logits(hidden).log_softmax(-1)
-            total = sum(float(steps[at, id]) for at, id in enumerate(ids)) + max(float(steps[-1, end]) for end in ENDS)
-            found.append((ids, total / ((6 + length) / 6) ** alpha))
+            total = sum(float(steps[at, id]) for at, id in enumerate(ids))
+            total += max(float(steps[-1, end]) for end in ENDS) if length < TOKENS else 0.0
+            found.append((ids, total / ((5 + min(length + 1, TOKENS)) / 6) ** alpha))
     return sorted(found, key=lambda item: -item[1])
 
 
@@ -51,7 +52,7 @@ def test_each_of_several_ids_ends_a_text_and_no_text_is_found_twice(family: str,
         (found,) = search(SMALL[family], [wish], beam, end=3, stop_ids=ENDS, banned=(PAD,))
         assert [tuple(item.ids) for item in found] == [ids for ids, _ in expected]
         assert [item.score for item in found] == pytest.approx([score for _, score in expected], abs=1e-5)
-        assert {item.reason for item in found} == {"end"}
+        assert [item.reason for item in found] == ["end" if len(ids) < TOKENS else "length" for ids, _ in expected]
 
 
 def test_as_many_beams_live_on_though_many_ids_end_a_text() -> None:

@@ -24,8 +24,9 @@ from trivium.interop.hf import find
 from trivium.interop.pooling import pooling
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, build
-from trivium.parts.output import MaskedHead, NoOutput
-from trivium.parts.sentence import PooledSentence, Pooler
+from trivium.parts.options.output import MaskedHead, NoOutput
+from trivium.parts.options.sentence import Pooler
+from trivium.parts.sentence import PooledSentence
 from trivium.parts.site import NoPart
 
 Draw = random.Random

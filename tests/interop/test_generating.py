@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import tokenizers
@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tests.generation import tiny
 from tests.oracle.copying import enliven
 from trivium import api
+from trivium.generation.fill import Filling
 from trivium.models.transformer import build
 from trivium.text.adopt import Frame
 from trivium.text.kinds import Bpe
@@ -241,7 +242,8 @@ def filled(ours: api.Model, model: Any, tokenizer: Any, text: str) -> None:
     shares_V = shares_V[0, at].softmax(-1)
     marks = [*ours.tokenizer.specials.values()] + [tokenizer.unk_token_id] * (tokenizer.unk_token_id is not None)
     best = shares_V.index_fill(0, torch.tensor(marks), -1.0).topk(3)
-    found = [filling for filling in ours.fill(text, top=4) if filling.id != tokenizer.unk_token_id][:3]
+    guesses = cast("list[Filling]", ours.fill(text, top=4))
+    found = [filling for filling in guesses if filling.id != tokenizer.unk_token_id][:3]
     assert [filling.id for filling in found] == best.indices.tolist()
     assert [filling.probability for filling in found] == pytest.approx(best.values.tolist(), abs=1e-5)
 

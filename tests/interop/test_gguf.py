@@ -33,7 +33,8 @@ from trivium.interop.architectures.architecture import first_block
 from trivium.interop.foreign import Foreign
 from trivium.interop.gguf import open_gguf
 from trivium.interop.gguf_file import GgufFile
-from trivium.parts.positions import Llama3, Rotary
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.scaling import Llama3
 
 VOCAB = 61
 

@@ -29,13 +29,14 @@ from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS
 from trivium.models.presets.llama import Shape, llama
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu
-from trivium.parts.norms import LayerNorm
-from trivium.parts.output import Softmax
-from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Scaling, Yarn
-from trivium.parts.residual import Sandwich
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.output import Softmax
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.residual import Sandwich
+from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn
 
 VOCAB = 71
 
@@ -198,7 +199,7 @@ def test_an_export_makes_its_folder_and_never_replaces_one_or_a_file(tmp_path: P
     path = tmp_path / "new" / "model.gguf"
     exported(alive(PLAIN), path)
     whole = path.read_bytes()
-    with pytest.raises(CheckpointError, match=r"model\.gguf already exists; delete it or name another file"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf already exists and is not replaced; name another place"):
         exported(alive(PLAIN, seed=1), path)
     assert path.read_bytes() == whole
     with pytest.raises(CheckpointError, match=r"is a folder; name a file in it, such as .*model.gguf"):

@@ -20,17 +20,18 @@ from trivium.generation.sampling import Sampling
 from trivium.interop import proof, shards
 from trivium.interop.folder import open_folder
 from trivium.interop.hf import export_folder, find
-from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block, Parallel
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu, Mlp
-from trivium.parts.norms import LayerNorm, RMSNorm
-from trivium.parts.output import Softmax
-from trivium.parts.positions import Alibi, LinearScaling, Ntk, Position, Rotary, Shaw, Yarn
-from trivium.parts.residual import Sandwich
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.norms import LayerNorm, RMSNorm
+from trivium.parts.options.output import Softmax
+from trivium.parts.options.positions import Alibi, Position, Rotary, Shaw
+from trivium.parts.options.residual import Sandwich
+from trivium.parts.options.scaling import LinearScaling, Ntk, Yarn
 from trivium.text.kinds import Bpe
 
 VOCAB, CONTEXT = 83, 40

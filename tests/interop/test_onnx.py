@@ -28,7 +28,7 @@ from trivium.interop.onnx import export_onnx
 from trivium.models.config import AnyStack, ModelConfig, Stack
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, arrange
-from trivium.objectives.objective import PAD
+from trivium.objectives.options import PAD
 from trivium.parts.quantized import hollow
 from trivium.parts.sentence import PooledSentence
 from trivium.text.tokenizer import Tokenizer
@@ -320,7 +320,7 @@ def test_a_graph_that_onnxruntime_cannot_run_is_refused(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("name", ["onnx", "onnxscript", "onnxruntime"])
 def test_without_its_packages_nothing_is_exported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RequestError, match=rf"needs {name}; .*trivium\[export\]"):
+    with pytest.raises(RequestError, match=rf"needs {name}; type `.* -m pip install {name}`"):
         export_onnx(small("gpt2"), None, tmp_path / "graph", say=silent)
     assert not list(tmp_path.iterdir())
 
@@ -328,7 +328,7 @@ def test_without_its_packages_nothing_is_exported(name: str, tmp_path: Path, mon
 def test_an_export_never_overwrites(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("mine")
     for place in (tmp_path, tmp_path / "kept"):
-        with pytest.raises(CheckpointError, match="already exists; delete it or name another"):
+        with pytest.raises(CheckpointError, match="already exists and is not replaced; name another place"):
             export_onnx(small("gpt2"), None, place, say=silent)
     assert (tmp_path / "kept").read_text() == "mine"
 

@@ -33,8 +33,8 @@ from trivium.errors import CheckpointError
 from trivium.interop.hf import find
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, weights
-from trivium.parts.embeddings import Tokens
-from trivium.parts.output import Softmax
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.output import Softmax
 
 Draw = random.Random
 ACTIVATIONS = ["gelu", "relu", "gelu_new", "silu"]
@@ -257,7 +257,7 @@ def test_the_stored_sinusoids_of_marian_are_not_read(tmp_path: Path) -> None:
         for side in ("encoder", "decoder")
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    assert opened(tmp_path).config.output == Softmax(bias=True)
+    assert opened(tmp_path).config.output == Softmax(bias=True, fixed=True)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from trivium.config import load, overrides, write
 from trivium.errors import ConfigError
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import build, with_vocab
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu, Mlp
-from trivium.parts.norms import LayerNorm, RMSNorm
-from trivium.parts.output import Softmax
-from trivium.parts.positions import Learned, NoPositions, Rotary
-from trivium.parts.residual import Post, Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.norms import LayerNorm, RMSNorm
+from trivium.parts.options.output import Softmax
+from trivium.parts.options.positions import Learned, NoPositions, Rotary
+from trivium.parts.options.residual import Post, Pre
 
 BOTH = ModelConfig(
     width=16,

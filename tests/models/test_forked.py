@@ -14,16 +14,17 @@ from torch import Tensor
 import trivium.parts.kernels
 from tests.battery import lively, some_ids
 from tests.cases import CONTEXT, VOCAB
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
 from trivium.parts import residual
-from trivium.parts.attention import MultiHead
-from trivium.parts.feedforward import Glu, Mlp
 from trivium.parts.linear import Linear, lent
-from trivium.parts.norms import LayerNorm, Norm, RMSNorm
-from trivium.parts.residual import Fork, Post, PostConnection, Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.norms import LayerNorm, Norm, RMSNorm
+from trivium.parts.options.residual import Post, Pre
+from trivium.parts.residual import Fork, PostConnection
 from trivium.parts.site import Site
 
 GPU = torch.cuda.is_available()

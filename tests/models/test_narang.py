@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import build
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tie, Tokens
-from trivium.parts.feedforward import Activation, Glu, Mlp
-from trivium.parts.norms import LayerNorm, Norm, RMSNorm
-from trivium.parts.positions import Buckets
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tie, Tokens
+from trivium.parts.options.feedforward import Activation, Glu, Mlp
+from trivium.parts.options.norms import LayerNorm, Norm, RMSNorm
+from trivium.parts.options.positions import Buckets
 
 
 def n0(

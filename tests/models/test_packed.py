@@ -13,12 +13,12 @@ from torch import Tensor
 from tests.battery import close, lively, some_ids
 from tests.cases import VOCAB
 from trivium.errors import RequestError
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer
 from trivium.objectives.causal import restarting
-from trivium.parts.attention import MultiHead
-from trivium.parts.positions import Alibi, Buckets, Learned, NoPositions, Position, Rotary, Shaw, Sinusoidal
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.positions import Alibi, Buckets, Learned, NoPositions, Position, Rotary, Shaw, Sinusoidal
 
 SCHEMES: dict[str, Position] = {
     "none": NoPositions(),

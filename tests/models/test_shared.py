@@ -16,12 +16,12 @@ from tests.battery import lively, some_ids
 from trivium.checkpoints.bundle import open_bundle, save
 from trivium.config import load, write
 from trivium.errors import ConfigError
-from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block, Parallel
 from trivium.models.transformer import Transformer, build, load_weights, weights
-from trivium.parts.attention import MultiHead
-from trivium.parts.feedforward import Glu, Mlp
-from trivium.parts.positions import Buckets
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.positions import Buckets
 from trivium.text.kinds import Bytes
 
 BLOCK = Block(attention=MultiHead(bias="all"), position=Buckets(buckets=8, distance=12))

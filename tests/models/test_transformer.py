@@ -14,15 +14,17 @@ from torch import Tensor
 from tests.battery import lively, logits, some_ids
 from tests.cases import CASES, CONTEXT, VOCAB, Case
 from trivium.errors import ConfigError, RequestError
-from trivium.models.block import Block, Parallel, StandardBlock
+from trivium.models.block import StandardBlock
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
+from trivium.models.options import Block, Parallel
 from trivium.models.transformer import Transformer, build, load_weights, weights
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu, Mlp
 from trivium.parts.masks import Mask
-from trivium.parts.positions import Learned, NoPositions, Positions, Rotary
-from trivium.parts.residual import Post, Pre, Residual, Sandwich
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.positions import Learned, NoPositions, Rotary
+from trivium.parts.options.residual import Post, Pre, Residual, Sandwich
+from trivium.parts.positions import Positions
 
 ORDER = torch.tensor([3, 0, 6, 1, 5, 2, 4])
 BAG = Stack(layers=2, block=Block(position=NoPositions()))

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tests.battery import lively
 from trivium.errors import RequestError
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, weights
 from trivium.models.vocabulary import extend
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.output import MaskedHead, Softmax
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.output import MaskedHead, Softmax
 from trivium.text.kinds import Bytes
 
 V, W = 52, 59

@@ -15,7 +15,8 @@ from tests.objectives.samples import letters, rows, speaking, tiny
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.models.transformer import States, build
-from trivium.objectives.causal import Causal, CausalTask, restarting
+from trivium.objectives.causal import CausalTask, restarting
+from trivium.objectives.options import Causal
 
 
 def prepared(given: RowBatch, task: CausalTask | None = None) -> Batch:

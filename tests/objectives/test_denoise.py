@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tests.objectives.samples import octets, random_rows, rows, scripted, tiny
 from trivium.errors import ConfigError
 from trivium.models.transformer import build
-from trivium.objectives.denoise import Denoise, DenoiseTask, collapse, sentinel, span_counts, span_noise
+from trivium.objectives.denoise import DenoiseTask, collapse, room_for, span_counts, span_noise
+from trivium.objectives.options import Denoise, sentinel
 from trivium.parts.output import IGNORED
 
 Flags = npt.NDArray[np.bool_]
@@ -296,7 +297,7 @@ def test_a_row_is_as_long_as_the_context_allows(family: str, noise: str) -> None
         task = bound(family, context, noise=noise)
         batch = task.inputs(random_rows(2, task.length, 256), np.random.default_rng(0))
         assert max(tensor.shape[1] for tensor in batch.inputs.values()) <= context
-        more = task.options.room(task.length + 1)
+        more = room_for(task.options, task.length + 1)
         need = more.joined - 1 if family == "decoder" else max(more.inputs, more.targets)
         assert need > context
 

@@ -19,19 +19,13 @@ from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import States, build
-from trivium.objectives.causal import Causal
-from trivium.objectives.denoise import Denoise
-from trivium.objectives.masked import Masked
-from trivium.objectives.objective import Objective, Task
-from trivium.objectives.prefix import Prefix
+from trivium.objectives.objective import Task
+from trivium.objectives.options import OBJECTIVES, Causal, Denoise, Masked, Objective, Prefix, Seq2Seq, Spans
 from trivium.objectives.second import beside, mean
-from trivium.objectives.seq2seq import Seq2Seq
-from trivium.objectives.spans import Spans
-from trivium.objectives.table import OBJECTIVES
-from trivium.parts.boundary import SpanBoundary
-from trivium.parts.embeddings import Tokens
+from trivium.parts.options.boundary import SpanBoundary
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.sentence import Pooler
 from trivium.parts.output import IGNORED
-from trivium.parts.sentence import Pooler
 from trivium.text.tokenizer import Tokenizer
 
 

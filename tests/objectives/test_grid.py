@@ -12,17 +12,14 @@ import torch
 
 from tests.objectives.samples import octets, stream
 from trivium.data.packing import Rows
-from trivium.models.block import Block
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import build
-from trivium.objectives.causal import Causal
-from trivium.objectives.denoise import Denoise
-from trivium.objectives.objective import Objective
-from trivium.objectives.prefix import Prefix
-from trivium.parts.attention import MultiHead
+from trivium.objectives.options import Causal, Denoise, Objective, Prefix
 from trivium.parts.init import T5
-from trivium.parts.norms import RMSNorm
-from trivium.parts.positions import Buckets
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.norms import RMSNorm
+from trivium.parts.options.positions import Buckets
 
 LAYERS, CONTEXT, VOCAB = 2, 48, 400
 BLOCK = Block(norm=RMSNorm(), position=Buckets(buckets=16, distance=32))

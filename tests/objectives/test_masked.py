@@ -19,8 +19,8 @@ from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
 from trivium.models.transformer import build
-from trivium.objectives.hiding import CLASS, MASK, PADDING, SEPARATOR
-from trivium.objectives.masked import Masked, MaskedTask
+from trivium.objectives.masked import MaskedTask
+from trivium.objectives.options import CLASS, MASK, PADDING, SEPARATOR, Masked
 from trivium.parts.output import IGNORED
 
 Flags = npt.NDArray[np.bool_]

@@ -20,13 +20,14 @@ from trivium.data.batch import Batch
 from trivium.data.packing import Rows
 from trivium.errors import ConfigError, DataError
 from trivium.models.transformer import build
-from trivium.objectives.hiding import CLASS, PADDING, SEPARATOR
-from trivium.objectives.masked import Masked, MaskedTask
+from trivium.objectives.masked import MaskedTask
+from trivium.objectives.options import CLASS, PADDING, SEPARATOR, Masked
 from trivium.objectives.pairing import FOLLOWS, STRANGE, Span, pair, truncated
 from trivium.objectives.second import beside, mean
-from trivium.parts.embeddings import Tokens
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.sentence import Pooler
 from trivium.parts.output import IGNORED
-from trivium.parts.sentence import PooledSentence, Pooler
+from trivium.parts.sentence import PooledSentence
 
 PLACES = {"embedding": Tokens(segments=2), "sentence": Pooler()}
 

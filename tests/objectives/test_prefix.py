@@ -10,7 +10,8 @@ import torch
 
 from tests.objectives.samples import octets, random_rows, rows, scripted, tiny
 from trivium.models.transformer import build
-from trivium.objectives.prefix import Prefix, PrefixTask
+from trivium.objectives.options import Prefix
+from trivium.objectives.prefix import PrefixTask
 from trivium.parts.output import IGNORED
 
 

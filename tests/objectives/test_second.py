@@ -19,14 +19,13 @@ from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.models.presets import bert
 from trivium.models.transformer import Transformer, build
-from trivium.objectives.masked import Masked
-from trivium.objectives.objective import Objective, Task
+from trivium.objectives.objective import Task
+from trivium.objectives.options import Masked, Objective, Spans
 from trivium.objectives.second import beside, mean
-from trivium.objectives.spans import Spans
-from trivium.parts.boundary import SpanBoundary
-from trivium.parts.embeddings import Tokens
+from trivium.parts.options.boundary import SpanBoundary
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.sentence import Pooler
 from trivium.parts.output import IGNORED
-from trivium.parts.sentence import Pooler
 
 PAIRS: dict[str, Any] = {"embedding": Tokens(segments=2), "sentence": Pooler()}
 CASES: dict[str, tuple[Objective, dict[str, Any]]] = {

@@ -21,8 +21,8 @@ from trivium.data.bucketing import Pairs
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
 from trivium.models.transformer import States, build
-from trivium.objectives.seq2seq import Seq2Seq, Seq2SeqTask
-from trivium.objectives.table import OBJECTIVES
+from trivium.objectives.options import OBJECTIVES, Seq2Seq
+from trivium.objectives.seq2seq import Seq2SeqTask
 from trivium.parts.output import IGNORED
 
 Kind = Literal["uniform", "others"]

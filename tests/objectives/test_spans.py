@@ -19,10 +19,11 @@ from tests.objectives.samples import letters, octets, random_rows, rows, scripte
 from trivium.data.batch import Batch
 from trivium.errors import ConfigError
 from trivium.models.transformer import Transformer, build
-from trivium.objectives.hiding import CLASS, MASK, SEPARATOR
+from trivium.objectives.options import CLASS, MASK, SEPARATOR, Spans
 from trivium.objectives.second import beside, mean
-from trivium.objectives.spans import Spans, SpansTask, borders, ends, lengths
-from trivium.parts.boundary import BoundaryHead, SpanBoundary
+from trivium.objectives.spans import SpansTask, borders, ends, lengths
+from trivium.parts.boundary import BoundaryHead
+from trivium.parts.options.boundary import SpanBoundary
 from trivium.parts.output import IGNORED, Head
 
 Flags = npt.NDArray[np.bool_]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.optim.optimizers import Optim, Optimizer
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
+from trivium.optim.options import Optim
+from trivium.optim.stepper import Optimizer
 from trivium.parts.linear import Linear
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 

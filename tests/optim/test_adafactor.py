@@ -11,7 +11,7 @@ from torch import nn
 from transformers.optimization import Adafactor as Theirs
 
 from tests.optim.steps import YES, gradients, single, some, together
-from trivium.optim.optimizers import Adafactor
+from trivium.optim.options import Adafactor
 
 SHAPES = ((5, 7), (7, 5), (9,), (1, 6), (3, 4, 6), (2, 1, 3, 4), ())
 

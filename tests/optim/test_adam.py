@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.optim.steps import YES, gradients, single, small, some, together, walk
-from trivium.optim.optimizers import Adam, AdamW
+from trivium.optim.options import Adam, AdamW
 
 
 def test_adam_walks_the_worked_tables() -> None:

@@ -14,7 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.optim.steps import NO, YES, same, small
 from trivium.errors import CheckpointError, ConfigError
 from trivium.models.transformer import weights
-from trivium.optim.averaging import AVERAGES, Average, Ema, NoAverage
+from trivium.optim.averaging import Average
+from trivium.optim.options import AVERAGES, Ema, NoAverage
 
 
 def drift(model: nn.Module, seed: int) -> None:

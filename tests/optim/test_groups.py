@@ -10,16 +10,17 @@ from torch import nn
 
 from tests.cases import CASES, Case
 from tests.optim.steps import YES, gradients
-from trivium.models.block import Block
 from trivium.models.config import AnyStack, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
 from trivium.optim.adam import AdamStepper
 from trivium.optim.groups import trainable
-from trivium.optim.optimizers import Adam, AdamW, Muon, Optim, Sgd
+from trivium.optim.options import Adam, AdamW, Muon, Optim, Sgd
 from trivium.parts.boundary import BoundaryHead
-from trivium.parts.embeddings import TokenEmbedding, Tokens
+from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.linear import Linear
-from trivium.parts.positions import Buckets, Shaw
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.positions import Buckets, Shaw
 from trivium.parts.positions.absolute import LearnedPositions
 from trivium.parts.positions.relative import BucketPositions, ShawPositions
 

@@ -13,8 +13,9 @@ from tests.optim.steps import NO, YES, gradients, single, small
 from trivium.errors import ConfigError
 from trivium.optim.groups import trainable
 from trivium.optim.muon import orthogonal, products
-from trivium.optim.optimizers import Muon, Optimizer
-from trivium.parts.embeddings import Tokens
+from trivium.optim.options import Muon
+from trivium.optim.stepper import Optimizer
+from trivium.parts.options.embeddings import Tokens
 
 
 @pytest.mark.parametrize("shape", [(256, 64), (64, 256)])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.optim.steps import NO, YES, same, small, snapshot
 from trivium.optim.adam import AdamStepper
 from trivium.optim.onepass import OnePass, with_twins
-from trivium.optim.optimizers import Adam, AdamW, Muon
+from trivium.optim.options import Adam, AdamW, Muon
 from trivium.parts.twins import Twins
 
 GPU = torch.cuda.is_available()

@@ -11,7 +11,7 @@ from torch import nn
 from tests.optim.steps import NO, YES, gradients, same, small, snapshot
 from trivium.errors import CheckpointError, ConfigError
 from trivium.optim.groups import trainable
-from trivium.optim.optimizers import OPTIMIZERS, Adafactor, Adam, AdamW, Muon, Optim, Sgd
+from trivium.optim.options import OPTIMIZERS, Adafactor, Adam, AdamW, Muon, Optim, Sgd
 
 OPTIMS: dict[str, Optim] = {
     "adamw": AdamW(rate=0.01),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.optim.steps import YES, gradients, small, some, together, walk
-from trivium.optim.optimizers import Sgd
+from trivium.optim.options import Sgd
 
 
 def test_plain_descent_subtracts_the_rate_times_the_gradient() -> None:

@@ -17,7 +17,7 @@ from tests.oracle.copying import copy, enliven, ids, logits, near, near_sides
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS, bart
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
+from trivium.parts.options.attention import MultiHead
 
 VOCAB, WIDTH, HEADS = 79, 36, 3
 Pair = Callable[[int], tuple[Any, Transformer]]

@@ -23,7 +23,7 @@ from transformers import (
 from tests.oracle.copying import copy, enliven, ids, left_padded, logits, near, near_states, same_text, states
 from trivium.models.presets import PRESETS, llama
 from trivium.models.transformer import Transformer, build
-from trivium.parts.positions import Llama3
+from trivium.parts.options.scaling import Llama3
 
 VOCAB, CONTEXT = 97, 48
 

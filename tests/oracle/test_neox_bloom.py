@@ -11,14 +11,14 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tests.oracle.copying import copy, enliven, ids, left_padded, logits, near, near_states, states
-from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block, Parallel
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Mlp
-from trivium.parts.norms import LayerNorm
-from trivium.parts.positions import Alibi, Rotary
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Mlp
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.positions import Alibi, Rotary
 
 VOCAB, CONTEXT = 71, 64
 

@@ -22,21 +22,9 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5Config
 from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
 
 from tests.parts.drawing import random
-from trivium.parts.positions import (
-    Alibi,
-    BucketPositions,
-    Buckets,
-    Learned,
-    LearnedPositions,
-    LinearScaling,
-    Llama3,
-    NoScaling,
-    Ntk,
-    Rotary,
-    Scaling,
-    Sinusoidal,
-    Yarn,
-)
+from trivium.parts.options.positions import Alibi, Buckets, Learned, Rotary, Sinusoidal
+from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Ntk, Scaling, Yarn
+from trivium.parts.positions import BucketPositions, LearnedPositions
 from trivium.parts.site import Site
 
 # added to the embeddings

@@ -15,7 +15,7 @@ from tests.oracle.copying import TORCH, enliven, ids, logits, near, renamed
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS, transformer
 from trivium.models.transformer import Transformer, build, load_weights
-from trivium.parts.attention import MultiHead
+from trivium.parts.options.attention import MultiHead
 
 VOCAB = 67
 

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError
-from trivium.parts.attention import MultiHead, MultiHeadAttention
+from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.linear import Linear, side_by_side
 from trivium.parts.masks import Mask, Resolved
-from trivium.parts.positions import Buckets, Positions, Rotary, Shaw
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.positions import Buckets, Rotary, Shaw
+from trivium.parts.positions import Positions
 from trivium.parts.site import Site
 
 SITE = Site(width=24, context=16)

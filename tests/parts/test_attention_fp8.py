@@ -13,10 +13,12 @@ from torch import Tensor
 
 from tests.parts.test_attention import CAUSAL, attend, made, random
 from trivium.parts import attention
-from trivium.parts.attention import MultiHead, MultiHeadAttention
+from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.kernels import fp8
 from trivium.parts.linear import narrowed
-from trivium.parts.positions import Positions, Rotary
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.positions import Rotary
+from trivium.parts.positions import Positions
 from trivium.parts.site import Site
 
 

@@ -16,21 +16,24 @@ from tests.cases import CASES, PARTS, SHRUNK, Case
 from trivium import config as settings
 from trivium.config import digest, kind_of
 from trivium.errors import ConfigError
-from trivium.models.block import BLOCKS
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import BLOCKS
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer
-from trivium.parts.attention import ATTENTIONS
-from trivium.parts.boundary import BOUNDARIES
-from trivium.parts.embeddings import EMBEDDINGS
-from trivium.parts.feedforward import ACTIVATIONS, FEEDFORWARDS
+from trivium.parts.feedforward import ACTIVATIONS
 from trivium.parts.init import INITS, Gpt
 from trivium.parts.masks import Mask
-from trivium.parts.norms import NORMS
-from trivium.parts.output import OUTPUTS
-from trivium.parts.positions import POSITIONS, SCALINGS, Rotary, RotaryPositions
-from trivium.parts.residual import RESIDUALS
-from trivium.parts.sentence import SENTENCES
+from trivium.parts.options.attention import ATTENTIONS
+from trivium.parts.options.boundary import BOUNDARIES
+from trivium.parts.options.embeddings import EMBEDDINGS
+from trivium.parts.options.feedforward import FEEDFORWARDS
+from trivium.parts.options.norms import NORMS
+from trivium.parts.options.output import OUTPUTS
+from trivium.parts.options.positions import POSITIONS, Rotary
+from trivium.parts.options.residual import RESIDUALS
+from trivium.parts.options.scaling import SCALINGS
+from trivium.parts.options.sentence import SENTENCES
+from trivium.parts.positions import RotaryPositions
 from trivium.parts.site import NoPart
 
 CAUSAL = [case for case in CASES if case.causal]

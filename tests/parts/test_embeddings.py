@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from trivium.errors import ConfigError, RequestError
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import build, weights
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tie, Tokens
-from trivium.parts.norms import LayerNorm
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tie, Tokens
+from trivium.parts.options.norms import LayerNorm
 from trivium.parts.output import SoftmaxOutput
 from trivium.parts.site import Site
 

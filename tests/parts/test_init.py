@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu, Mlp
 from trivium.parts.init import T5, FanIn, Gpt, Gpt2, Init, Xavier
-from trivium.parts.linear import WRITERS, Linear
+from trivium.parts.linear import Linear
 from trivium.parts.norms import LayerNormed, RMSNormed
-from trivium.parts.positions import BucketPositions, Buckets, LearnedPositions
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.positions import Buckets
+from trivium.parts.positions import BucketPositions, LearnedPositions
+from trivium.parts.roles import WRITERS
 
 LAYERS = 8
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.parts.drawing import drawn, random
 from trivium.errors import ConfigError
-from trivium.parts.norms import LayerNorm, RMSNorm
+from trivium.parts.options.norms import LayerNorm, RMSNorm
 from trivium.parts.site import Site
 
 SITE = Site(width=4, context=8)

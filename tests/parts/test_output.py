@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from trivium.errors import ConfigError, RequestError
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build, weights
-from trivium.parts.embeddings import Tokens
-from trivium.parts.output import IGNORED, Head, MaskedHead, MaskedOutput, NoOutput, Softmax, SoftmaxOutput
-from trivium.parts.sentence import PooledSentence, Pooler
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.output import MaskedHead, NoOutput, Softmax
+from trivium.parts.options.sentence import Pooler
+from trivium.parts.output import IGNORED, Head, MaskedOutput, SoftmaxOutput
+from trivium.parts.sentence import PooledSentence
 from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8, vocab=11)

@@ -17,21 +17,20 @@ from torch import Tensor
 from tests.parts.drawing import drawn, random
 from trivium.config import dump, load
 from trivium.errors import ConfigError, RequestError
-from trivium.parts.positions import (
+from trivium.parts.options.positions import (
     POSITIONS,
     Alibi,
     Both,
     Buckets,
     Learned,
-    LearnedPositions,
     NoPositions,
     Position,
-    Positions,
     Rotary,
     Shaw,
     Sinusoidal,
-    Yarn,
 )
+from trivium.parts.options.scaling import Yarn
+from trivium.parts.positions import LearnedPositions, Positions
 from trivium.parts.site import Site
 
 SITE = Site(width=16, context=12, heads=2, head=8, value=8)

@@ -15,7 +15,8 @@ from torch import Tensor
 from tests.parts.drawing import drawn, random
 from trivium.config import load
 from trivium.errors import ConfigError
-from trivium.parts.positions import Alibi, BucketPositions, Buckets, Position, Positions, Shaw, ShawPositions
+from trivium.parts.options.positions import Alibi, Buckets, Position, Shaw
+from trivium.parts.positions import BucketPositions, Positions, ShawPositions
 from trivium.parts.positions.relative import spread
 from trivium.parts.site import Site
 

@@ -19,17 +19,9 @@ from torch import Tensor
 from tests.parts.drawing import random
 from trivium.config import load
 from trivium.errors import ConfigError
-from trivium.parts.positions import (
-    LinearScaling,
-    Llama3,
-    NoScaling,
-    Ntk,
-    Positions,
-    Rotary,
-    RotaryPositions,
-    Scaling,
-    Yarn,
-)
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Ntk, Scaling, Yarn
+from trivium.parts.positions import Positions, RotaryPositions
 from trivium.parts.site import Site
 
 SITE = Site(width=16, context=12, heads=2, head=8, value=8)

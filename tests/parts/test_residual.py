@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.parts.drawing import random
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import build
-from trivium.parts.attention import MultiHead
-from trivium.parts.linear import WRITERS, Linear
-from trivium.parts.norms import LayerNorm
-from trivium.parts.positions import NoPositions
-from trivium.parts.residual import Connection, Post, Pre, Residual, Sandwich
+from trivium.parts.linear import Linear
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.positions import NoPositions
+from trivium.parts.options.residual import Post, Pre, Residual, Sandwich
+from trivium.parts.residual import Connection
+from trivium.parts.roles import WRITERS
 from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8)

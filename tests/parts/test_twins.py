@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build, load_weights, weights
 from trivium.parts import attention
-from trivium.parts.attention import MultiHead, MultiHeadAttention
-from trivium.parts.feedforward import FeedForward, Glu, Mlp
+from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.linear import Linear
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.feedforward import FeedForward, Glu, Mlp
 from trivium.parts.twins import Twins
 
 FEEDS: dict[str, FeedForward] = {"mlp": Mlp(), "relu": Mlp(activation="relu", bias=False), "glu": Glu(hidden=48)}

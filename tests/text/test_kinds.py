@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -94,29 +95,52 @@ def test_the_size_counts_everything_and_is_smaller_for_a_small_text() -> None:
 
 
 TRAIN = """
-import random, sys
-from trivium.text.kinds import Bpe
+import gzip, json, random, sys
+from pathlib import Path
+import trivium
+from trivium.text.kinds import Bpe, Bytes, Chars, EndOfWordBpe, Unigram, WordPiece, Words
+order, full = int(sys.argv[1]), sys.argv[2] == "full"
 rng = random.Random(0)
-words = ["".join(rng.choices("abcdeé ", k=rng.randrange(1, 9))) for _ in range(800)]
-texts = [" ".join(rng.choices(words, k=30)) for _ in range(600)]
-random.Random(int(sys.argv[1])).shuffle(texts)
-print(Bpe(size=700).build(texts).digest)
+if full:
+    file = Path(trivium.__file__).parent / "assets" / "shakespeare-train.txt.gz"
+    texts = gzip.decompress(file.read_bytes()).decode().split("\\n\\n")
+else:
+    words = ["".join(rng.choices("abcdeé,", k=rng.randrange(1, 9))) for _ in range(800)]
+    texts = [" ".join(rng.choices(words, k=30)) for _ in range(600)]
+random.Random(order).shuffle(texts)
+size = 3000 if full else 700
+kinds = [Chars(), Bytes(), Words(), Bpe(size=size)]
+kinds += [EndOfWordBpe(size=size, **given) for given in ({}, {"symbol": "fused"}, {"tie": "ids"})]
+for score in ("frequency", "likelihood"):
+    kinds += [WordPiece(size=size, score=score, case=case) for case in ("lower", "keep")]
+for normal in ("nfkc", "identity"):
+    kinds += [Unigram(size=size, normal=normal, fallback=fallback) for fallback in ("none", "bytes")]
+print(json.dumps({repr(kind): kind.build(texts).digest for kind in kinds}))
 """
 
 
-def test_the_order_of_the_texts_and_the_number_of_threads_do_not_change_the_file() -> None:
-    digests = {_trained(order, threads) for order, threads in [(1, 1), (2, 4), (3, 2)]}
-    assert len(digests) == 1
-    assert len(digests.pop()) == 64
+@pytest.mark.parametrize("length", ["short", pytest.param("full", marks=pytest.mark.full)])
+def test_every_process_trains_the_same_file_from_the_texts_in_any_order(length: str) -> None:
+    """For every kind and variant, whatever seeds its hashes and however many threads the library has."""
+    settings = [("0", "1", "true"), ("1", "2", "true"), ("2", "4", "true"), ("3", "3", "false"), ("4", "1", "false")]
+    first, *others = (_trained(order, length, *each) for order, each in enumerate([*settings, ("random", "2", "true")]))
+    assert len(first) == 15
+    for other in others:
+        assert other == first
 
 
-def _trained(order: int, threads: int) -> str:
+def _trained(order: int, length: str, hashes: str, threads: str, parallel: str) -> dict[str, str]:
     root = str(Path(trivium.text.kinds.__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root, "RAYON_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-c", TRAIN, str(order)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=True, timeout=60
-    ).stdout.strip()
+    environment = os.environ | {
+        "PYTHONPATH": root,
+        "PYTHONHASHSEED": hashes,
+        "RAYON_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": parallel,
+    }
+    command = [sys.executable, "-c", TRAIN, str(order), length]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=300)
+    digests: dict[str, str] = json.loads(ended.stdout)
+    return digests
 
 
 def test_another_text_gives_another_digest() -> None:
@@ -155,6 +179,6 @@ def test_a_file_is_opened_as_it_is(tmp_path: Path) -> None:
 def test_a_generator_of_texts_is_read_once_and_is_enough() -> None:
     rng = random.Random(0)
     texts = ["".join(rng.choices("abc ", k=50)) for _ in range(50)]
-    kinds: list[Any] = [Chars(), Bpe(size=280), EndOfWordBpe(size=80), WordPiece(size=80, score="likelihood")]
+    kinds: list[Any] = [Chars(), Bpe(size=280), Words(), EndOfWordBpe(size=80), WordPiece(size=80), Unigram(size=80)]
     for kind in kinds:
         assert kind.build(text for text in texts).digest == kind.build(texts).digest

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
 from trivium.errors import ConfigError, DataError
-from trivium.text.bpe import Merge, count_words, learn
+from trivium.text.bpe import Merge, learn
+from trivium.text.counting import count_words
 from trivium.text.kinds import EndOfWordBpe
 from trivium.text.library import END, UNKNOWN
 from trivium.text.tokenizer import Tokenizer

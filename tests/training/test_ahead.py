@@ -19,7 +19,7 @@ from tests.training.test_memory import limited
 from trivium.data.packing import RowBatch, Rows
 from trivium.models.transformer import weights
 from trivium.training import ahead as making
-from trivium.training import prepare
+from trivium.training import prepare, process
 from trivium.training.ahead import Feed, Made, made
 from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
@@ -131,11 +131,13 @@ def test_both_threads_work_on_the_device_of_the_recipe(
 ) -> None:
     """Or else pinned memory, events and graphs would be those of the first GPU."""
     found: list[tuple[str, str]] = []
-    for module in (prepare, making):
+    ground = laid(small(), tmp_path)
+    for module in (process, making):
         monkeypatch.setattr(
-            module, "current", lambda device: found.append((threading.current_thread().name, str(device)))
+            module, "set_current_gpu", lambda device: found.append((threading.current_thread().name, str(device)))
         )
-    list(updates(prepare.job(laid(small(), tmp_path), 2), 2))
+    with process.process_settings(ground.recipe, tmp_path):
+        list(updates(prepare.job(ground, 2), 2))
     assert found == [(threading.current_thread().name, "cpu"), ("batches_0", "cpu")]
 
 

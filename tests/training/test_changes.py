@@ -199,9 +199,9 @@ def test_the_number_of_threads_is_obeyed_on_resume(small: Make, tmp_path: Path) 
     torch.set_num_threads(2)
     try:
         finish(session)
-        torch.set_num_threads(2)
-        finish(resume(session.folder, **{"budget.steps": 21}))
-        assert torch.get_num_threads() == 1
+        used = {torch.get_num_threads() for _ in resume(session.folder, **{"budget.steps": 21}).events()}
+        assert used == {1}
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
 
@@ -225,3 +225,13 @@ def test_a_preset_on_resume_is_refused(small: Make, tmp_path: Path) -> None:
     session = start(small(), tmp_path)
     with pytest.raises(CheckpointError, match="another configuration"):
         resume(session.folder, model="gpt2")
+
+
+def test_fewer_steps_than_a_run_has_made_are_refused(small: Make, tmp_path: Path) -> None:
+    session = start(small(), tmp_path)
+    finish(session)
+    before = (session.folder / "config.toml").read_text()
+    with pytest.raises(CheckpointError, match=r"has reached step 20 already, and 12 is less; set budget.steps=20"):
+        finish(resume(session.folder, **{"budget.steps": 12}))
+    assert (session.folder / "config.toml").read_text() == before
+    finish(resume(session.folder, **{"budget.steps": 20}))

@@ -25,7 +25,8 @@ from trivium.training import prepare
 from trivium.training.loop import updates
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
-from trivium.training.run import open_run, read_recipe
+from trivium.training.recipes import read_recipe
+from trivium.training.run import open_run
 
 Make = Callable[..., Recipe]
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.training.conftest import FAMILIES, finish, resume, start
 from tests.training.test_resume import assert_equal_ends, cut_copy
-from trivium.optim.optimizers import OPTIMIZERS
+from trivium.optim.options import OPTIMIZERS
 from trivium.parts import residual
 from trivium.parts.residual import PostConnection
 from trivium.training import prepare

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._functorch import config as functorch
 
 from trivium.errors import ConfigError
 from trivium.parts import hardware
-from trivium.parts.kernels import fp8
-from trivium.training import device
+from trivium.training import device, machine
+from trivium.training.machine import Gpu, Machine
 from trivium.training.recipe import Recipe
 
 Make = Callable[..., Recipe]
@@ -25,6 +24,7 @@ def test_precision_follows_the_instructions_of_the_machine(
 ) -> None:
     monkeypatch.setattr(device, "native_bf16", lambda _: native)
     assert device.settle(small(precision="auto")).precision == precision
+    assert Machine(bf16=native).settle(small(precision="auto")).precision == precision
 
 
 def test_what_the_recipe_says_is_obeyed(small: Make) -> None:
@@ -44,27 +44,49 @@ def test_an_unknown_device_has_no_instructions() -> None:
     assert not hardware.native_bf16(torch.device("meta"))
 
 
-def test_keeping_memory_is_safe_to_ask_for() -> None:
-    device.keep_memory(torch.device("cpu"))
-    assert torch.zeros(1_000_000).sum() == 0
+def gpu(*capability: int) -> Machine:
+    return Machine(gpus=(Gpu("a GPU", (capability[0], capability[1])),), cores=2)
 
 
-def test_eight_bits_are_refused_where_there_are_none(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_bits_are_refused_where_there_are_none(small: Make) -> None:
     with pytest.raises(ConfigError, match=r"precision: this device has no fp8 products .* try bf16"):
         device.settle(small(precision="fp8"))
-    for capability, able in (((8, 6), False), ((8, 9), True), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert fp8.available(torch.device("cuda")) == able
+    recipe = small(device="cuda", precision="fp8")
+    with pytest.raises(ConfigError, match=r"precision: this device has no fp8 products .* try bf16"):
+        gpu(8, 6).settle(recipe)
+    for capability in ((8, 9), (9, 0)):
+        assert gpu(*capability).settle(recipe).precision == "fp8"
 
 
-def test_bf16_is_refused_on_a_gpu_without_instructions_for_it(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert device.settle(small(device="cuda", precision="auto")).precision == "fp32"
+def test_bf16_is_refused_on_a_gpu_without_instructions_for_it(small: Make) -> None:
+    assert gpu(7, 5).settle(small(device="cuda", precision="auto")).precision == "fp32"
     with pytest.raises(ConfigError, match=r"precision: this GPU has no bf16 instructions .* try fp16"):
-        device.settle(small(device="cuda", precision="bf16"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert device.settle(small(device="cuda", precision="auto")).precision == "bf16"
+        gpu(7, 5).settle(small(device="cuda", precision="bf16"))
+    assert gpu(8, 0).settle(small(device="cuda", precision="auto")).precision == "bf16"
+
+
+def test_a_gpu_is_used_compiled_and_in_bf16(small: Make) -> None:
+    found = gpu(9, 0).settle(small(device="auto", precision="auto", threads=0), threads=2)
+    assert (found.device, found.precision, found.stream, found.compile, found.threads) == (
+        "cuda", "bf16", "bf16", "on", 2,
+    )  # fmt: skip
+    assert gpu(9, 0).settle(small(device="cuda:0")).device == "cuda:0"
+    for name, match in (("cuda:1", "only 1 of them"), ("mps", "there is no mps here"), ("cdua", "is not a device")):
+        with pytest.raises(ConfigError, match=match):
+            gpu(9, 0).settle(small(device=name))
+
+
+def test_what_is_found_without_torch_is_what_torch_finds() -> None:
+    assert machine.this_machine() == device.torch_machine()
+
+
+def test_instructions_of_a_cpu_are_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor: 0\nflags\t\t: fpu avx512_bf16 sse\nprocessor: 1\nflags: fpu\n")
+    monkeypatch.setattr(machine, "_CPUINFO", path)
+    assert machine._flags() == {"fpu", "avx512_bf16", "sse"}
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "none")
+    assert machine._flags() == set()
 
 
 def test_graphs_are_refused_without_a_gpu(small: Make) -> None:
@@ -72,22 +94,10 @@ def test_graphs_are_refused_without_a_gpu(small: Make) -> None:
         device.settle(small(compile="graphs"))
 
 
-def test_what_was_compiled_is_kept_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # or else what is set here would stay behind
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    monkeypatch.setattr(functorch, "autograd_cache_allow_custom_autograd_functions", False)
-    device.keep_compiled(tmp_path)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ".compile")
-    assert functorch.autograd_cache_allow_custom_autograd_functions
-    device.keep_compiled(tmp_path / "other")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ".compile")  # the user's own choice stays too
-
-
-@pytest.mark.parametrize(("name", "made"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", []), ("mps", [])])
-def test_a_gpu_that_is_named_becomes_the_current_one(
-    name: str, made: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(str(device)))
-    device.current(torch.device(name))
-    assert found == made
+@pytest.mark.parametrize("threads", [100_000, 10**9])
+def test_threads_are_bounded_by_the_machine(small: Make, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """So many end in a segmentation fault or an abort of the process."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match=rf"threads: {threads} is too many for the 2 cores .* set threads=2, or 0"):
+        device.settle(small(threads=threads))
+    assert device.settle(small(threads=8)).threads == 8

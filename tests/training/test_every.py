@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.training.conftest import finish, silent, start
 from trivium.config import assignments, load, overrides, write
-from trivium.training import prepare
 from trivium.training.events import Event, Sampled, Saved, Validated
-from trivium.training.recipe import Budget, Recipe, due, interval
+from trivium.training.recipe import Recipe
 from trivium.training.run import open_run
+from trivium.training.timeline import Timeline, times
 
 Make = Callable[..., Recipe]
 EACH = list(range(1, 21))
@@ -38,14 +37,14 @@ EACH = list(range(1, 21))
     ],
 )
 def test_something_is_due_by_share_or_by_steps_and_always_at_the_end(every: float, expected: list[int]) -> None:
-    assert [step for step in EACH if due(every, step, 20)] == expected
+    assert [step for step in EACH if Timeline.fixed(20).due(every, step)] == expected
 
 
 @settings(max_examples=50, deadline=None)
-@given(every=st.one_of(st.integers(0, 60), st.floats(0, 60)), total=st.integers(0, 50))
+@given(every=st.one_of(st.integers(0, 60), st.floats(0, 60)), total=st.integers(1, 50))
 def test_a_budget_in_minutes_counts_the_validations_that_a_run_makes(every: float, total: int) -> None:
-    made = sum(due(every, step, total) for step in range(1, total + 1))
-    assert -(-total // interval(every, total)) == made
+    made = sum(Timeline.fixed(total).due(every, step) for step in range(1, total + 1))
+    assert times(every, total) == made
 
 
 @pytest.mark.parametrize(("typed", "steps"), [("1.0", [20]), ("1", EACH)])
@@ -72,19 +71,3 @@ def test_a_change_from_single_steps_to_the_whole_run_is_told_on_resume(
     said: list[str] = []
     open_run(session.folder, overrides({"checkpoint.every": after}), say=said.append, tick=silent)
     assert said == [f"checkpoint.every changed from {before!r} to {after!r}"]
-
-
-@pytest.mark.parametrize(("every", "validations"), [(1.0, 1), (0.0, 1), (1, 100), (30, 4), (0.1, 10)])
-def test_the_time_for_validations_is_kept_for_as_many_as_there_are(
-    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: float, validations: int
-) -> None:
-    counted: list[int] = []
-
-    def steps_for(seconds: float, make: Any, validation: Any, evaluations: Callable[[int], int], clock: Any) -> int:
-        counted.append(evaluations(100))
-        return 1
-
-    monkeypatch.setattr(prepare, "steps_for", steps_for)
-    ground = start(small(**{"evaluate.every": every}), tmp_path).ground
-    prepare._with_steps(replace(ground, recipe=replace(ground.recipe, budget=Budget(minutes=1))), lambda: 0.0)
-    assert counted == [validations]

@@ -130,6 +130,7 @@ def test_what_a_trial_found_is_written_into_the_recipe(
     """As on a GPU: the run's own file then repeats it anywhere."""
     monkeypatch.setattr(prepare, "computation", tight(2))
     monkeypatch.setattr(prepare, "tried", lambda device: True)
+    monkeypatch.setattr(prepare, "surely_fits", lambda recipe, length: False)
     session = start(small(**{"batch.micro": 0}), tmp_path / "tight")
     assert session.recipe.micro == 2
     assert read(session.folder / "config.toml")["batch"]["micro"] == 2
@@ -164,6 +165,7 @@ def test_too_little_memory_for_one_row_is_a_sentence(
 ) -> None:
     monkeypatch.setattr(prepare, "computation", tight(0))
     monkeypatch.setattr(prepare, "tried", lambda device: True)
+    monkeypatch.setattr(prepare, "surely_fits", lambda recipe, length: False)
     with pytest.raises(OutOfMemory, match="out of memory on cpu"):
         start(small(**{"batch.micro": 0}), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

@@ -17,7 +17,7 @@ from tests.training.test_pairs import files, paired  # noqa: F401
 from trivium.data.batch import Batch
 from trivium.errors import ConfigError
 from trivium.models.transformer import weights
-from trivium.optim.optimizers import OPTIMIZERS
+from trivium.optim.options import OPTIMIZERS
 from trivium.training import prepare
 from trivium.training.ahead import Feed
 from trivium.training.job import Job

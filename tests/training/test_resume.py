@@ -22,6 +22,7 @@ from trivium.checkpoints.store import Store
 from trivium.config import write
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
+from trivium.training.signals import SENTENCE
 
 Make = Callable[..., Recipe]
 
@@ -91,7 +92,7 @@ def test_the_resolved_configuration_repeats_the_run(small: Make, tmp_path: Path)
     """R19: same seed, same losses; the file that a run writes is a recipe for the same run."""
     first = start(small(), tmp_path / "first")
     finish(first)
-    from trivium.training.run import read_recipe
+    from trivium.training.recipes import read_recipe
 
     second = start(read_recipe(first.folder / "config.toml"), tmp_path / "second")
     finish(second)
@@ -150,6 +151,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on_exactly(
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert "go on with" in errors
+    assert SENTENCE in errors
     assert "Traceback" not in errors
     stopped = Store(folder / "checkpoints").newest(say=print)
     assert stopped is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from trivium.files import Lock
 from trivium.parts.output import SoftmaxOutput
 from trivium.text.kinds import Chars
 from trivium.training import prepare
-from trivium.training.calibrate import steps_for
 from trivium.training.events import Progress, Said, Sampled, Saved, Validated
 from trivium.training.loop import Update
 from trivium.training.metrics import Journal, rows
@@ -320,35 +319,6 @@ def test_a_budget_in_tokens_becomes_steps(small: Make, tmp_path: Path) -> None:
     finish(session)
 
 
-def test_a_budget_in_minutes_becomes_steps_once_and_is_written_down(small: Make, tmp_path: Path) -> None:
-    session = start(small(**{"budget.steps": 0, "budget.minutes": 0.05}), tmp_path)
-    steps = session.recipe.budget.steps
-    assert steps > 1
-    assert f"steps = {steps}" in (session.folder / "config.toml").read_text()
-    events = session.events()
-    next(event for event in events if isinstance(event, Saved))
-    events.close()  # type: ignore[attr-defined]
-    assert resume(session.folder).recipe.budget.steps == steps
-
-
-def test_the_number_of_steps_follows_from_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A closed form: steps of 0.5 s, a first one of 2 s, two validations of 3 s, 100 s in all."""
-    from trivium.training import calibrate
-
-    now = 0.0
-
-    def steps(_: object) -> Iterator[Update]:
-        nonlocal now
-        for number in range(1000):
-            now += 2.0 if number == 0 else 0.5
-            yield Update(number, torch.tensor(0.0), torch.tensor(0.0), torch.tensor(True), 0.0, 1)
-
-    monkeypatch.setattr(calibrate, "updates", steps)
-    found = steps_for(100, lambda: None, lambda _: 3.0, lambda _: 2, lambda: now)  # type: ignore[arg-type, return-value]
-    measured = 2.0 + 0.5 * 7  # until a twentieth of the budget is used
-    assert found == int((100 - measured - 1.5 - 6.0) * 0.98 / 0.5)
-
-
 def test_compiling_the_validation_is_not_taken_for_its_time(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,22 +335,6 @@ def test_compiling_the_validation_is_not_taken_for_its_time(
     trial = prepare.job(ground, 10)
     ground = replace(ground, recipe=replace(ground.recipe, compile="on", evaluate=Evaluate(rows=4)))
     assert prepare._validation(trial, ground, lambda: now) == 2.0
-
-
-def test_a_budget_too_small_for_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trivium.training import calibrate
-
-    now = 0.0
-
-    def steps(_: object) -> Iterator[Update]:
-        nonlocal now
-        for number in range(10):
-            now += 5.0
-            yield Update(number, torch.tensor(0.0), torch.tensor(0.0), torch.tensor(True), 0.0, 1)
-
-    monkeypatch.setattr(calibrate, "updates", steps)
-    with pytest.raises(ConfigError, match=r"budget\.minutes"):
-        steps_for(10, lambda: None, lambda _: 0.0, lambda _: 1, lambda: now)  # type: ignore[arg-type, return-value]
 
 
 def test_a_torn_last_line_of_a_journal_is_left_out(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_missing_tensorboard_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(ConfigError, match=r"track: tensorboard is not installed; type `pip install trivium\[track\]`"):
+    with pytest.raises(ConfigError, match=r"track: tensorboard is not installed; type `.* -m pip install tensorboard`"):
         trackers(tmp_path, ["tensorboard"])
 
 

@@ -21,7 +21,7 @@ from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError, DataError, shown
 from trivium.files import read_inside, regular_inside, sha256, write_synced
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Lay, Shaped, Transformer, build, check_weights, empty, weights
+from trivium.models.transformer import Lay, Shaped, Transformer, check_weights, empty, shapes_of, weights
 from trivium.parts.quantized import (
     LEVELS,
     TABLE,
@@ -118,7 +118,7 @@ def _open(folder: Path, parts: Sequence[type[Any]], lay: Lay, tick: Tick) -> Bun
     found = format.stored(file)
     try:
         _check_layers(config, len(found))
-        shape = build(config, device="meta")
+        shape = shapes_of(config)
         if facts["format"] == FORMAT:
             module = _quantized(shape, found, facts["bits"], lay, tick)
         else:
@@ -159,7 +159,7 @@ def model_from(
     try:
         config = settings.load(ModelConfig, table, parts=parts)
         _check_layers(config, len(tensors))
-        return _filled(build(config, device="meta"), tensors, lay, tick=lambda what, done, of: None)
+        return _filled(shapes_of(config), tensors, lay, tick=lambda what, done, of: None)
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be opened: {error.sentence}") from None
 
@@ -195,7 +195,7 @@ def _told(module: Transformer, tick: Tick) -> Iterator[tuple[str, Tensor]]:
 
 def stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a quantised model as a file has them: embeddings too as levels, which are float in use."""
-    tables = embeddings(build(config, device="meta"))
+    tables = embeddings(shapes_of(config))
     result = {name: tensor for name, tensor in tensors.items() if name not in tables}
     for name in tables:
         result |= dict(zip(_packed(name), pack(tensors[name], TABLE), strict=True))

@@ -22,6 +22,13 @@ from trivium.files import remove, remove_leftovers, sync_folder, temporary
 _STEP = re.compile(r"step-(\d{8,})(\.new)?")
 
 
+def run_of(path: Path) -> Path | None:
+    """The run that the checkpoint at `path` belongs to; None if there is no checkpoint, or it lies in no run."""
+    home = path.absolute().parent.parent  # RUN/checkpoints/step-N
+    whole = path.absolute().parent.name == "checkpoints" and (path / format.MANIFEST).is_file()
+    return home if whole and (home / "config.toml").is_file() else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
     """A checkpoint that is there, whole or not."""

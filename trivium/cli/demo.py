@@ -17,7 +17,8 @@ from trivium.cli.demos.assets import ASSETS
 from trivium.cli.render import watcher
 from trivium.errors import ConfigError, RequestError, shown
 from trivium.training.recipe import Recipe
-from trivium.training.run import is_run, open_run
+from trivium.training.recipes import is_run
+from trivium.training.run import open_run
 
 
 class Demo(NamedTuple):
@@ -57,7 +58,7 @@ def demonstrate(family: str, settings: Sequence[str], runs: Path) -> None:
 def _one(name: str, recipe: Recipe | None, layer: dict[str, Any], runs: Path) -> None:
     folder = _folder(runs, name)
     if recipe is None and not layer and has_model(folder):
-        typer.echo(f"{folder} is trained already; remove the folder to train it again", err=True)
+        typer.echo(f"{folder} is trained already; `trivium demo --runs FOLDER` trains another one", err=True)
     else:
         with watcher() as watch:
             session = (
@@ -65,6 +66,7 @@ def _one(name: str, recipe: Recipe | None, layer: dict[str, Any], runs: Path) ->
                 if recipe is None
                 else open_run(recipe, {}, runs=runs, say=watch.say, tick=watch.tick)
             )
+            session.alert = watch.alert
             for event in session.events():
                 watch.event(event)
     DEMOS[name].show(api.load(folder, device="cpu"), folder)

@@ -9,25 +9,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import trivium
-from trivium.training.device import choose
+from trivium.errors import pip_install
+from trivium.training.machine import this_machine
 
 _PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "rich", "typer", "sacrebleu")
 
 
 def facts(runs: Path) -> dict[str, Any]:
     """Name and value of everything worth knowing before a run."""
-    device = choose("auto")
+    machine = this_machine()
+    kind, number = machine.device("auto")
     here = runs if runs.exists() else Path()
     found: dict[str, Any] = {
         "trivium": trivium.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "device": machine.gpus[number].name if kind == "cuda" else kind,
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "free disk": f"{shutil.disk_usage(here).free / 2**30:.1f} GiB",
         "runs": str(runs),
         "compile cache": str(runs / ".compile"),
@@ -39,4 +38,4 @@ def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return f"missing: pip install {name}"
+        return f"missing: {pip_install(name)}"

@@ -105,6 +105,12 @@ def _print(told: dict[str, Any]) -> None:
         signature = told["signatures"].get(name, "")
         typer.echo(f"  {name.replace('_', ' '):<22} {shown:>14}  {signature}".rstrip())
     for example in told["examples"][:_SHOWN]:
-        typer.echo("  " + "; ".join(f"{key}: {value}" for key, value in example.items() if key != "scores"))
+        typer.echo("  " + "; ".join(f"{key}: {_shown(value)}" for key, value in example.items() if key != "scores"))
     if told["split"] == "test" and told["looks"] > 1:
         typer.echo(f"this was look {told['looks']} at the test split; choose settings on valid", err=True)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " | ".join(map(str, value))
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

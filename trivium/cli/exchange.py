@@ -1,16 +1,16 @@
-"""`trivium import`, `export` and `chat`: models from and to the rest of the world."""
+"""`trivium import` and `export`: models from and to the rest of the world."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from trivium.cli.render import watcher
-from trivium.cli.use import Device, ModelPath
+from trivium.cli.use import ModelPath
 from trivium.errors import RequestError, shown
+from trivium.files import exists_already
 
 KINDS = ("hf", "gguf", "onnx", "trivium")
 _COMPARED = 200_000  # characters on which bits per byte are compared
@@ -34,7 +34,7 @@ def bring(
 
     out = out or Path("models") / source.resolve().stem
     if not is_vacant(out):
-        raise RequestError(f"{out} already exists; name another folder")
+        raise RequestError(exists_already(out))
     with watcher() as watch:
         m = api.load(source, device="cpu", bits=bits, say=watch.say, tick=watch.tick)
     if isinstance(m.tokenizer, MissingTokenizer):
@@ -100,6 +100,7 @@ def _smaller(m: Any, model: Path, out: Path, bits: int, text: Path | None) -> No
 
 def _sample(m: Any, model: Path, text: Path | None) -> tuple[str, str]:
     """A text to compare on and its name: the one that is given, the run's own validation text, or some Shakespeare."""
+    from trivium.checkpoints.store import run_of
     from trivium.cli.demos.assets import text_of
     from trivium.data.config import DataConfig
     from trivium.data.shards import open_shards
@@ -108,47 +109,10 @@ def _sample(m: Any, model: Path, text: Path | None) -> tuple[str, str]:
     if text is not None:
         found = "".join(texts(DataConfig(paths=(str(text),)), read=lambda count: None))
         return str(text), found[:_COMPARED]
-    if (model / "data" / "manifest.json").is_file():
-        ids = open_shards(model / "data", tokenizer_digest=m.tokenizer.digest).valid.ids[:_COMPARED]
+    home = run_of(model) or model
+    if (home / "data" / "manifest.json").is_file():
+        ids = open_shards(home / "data", tokenizer_digest=m.tokenizer.digest).valid.ids[:_COMPARED]
         found = m.tokenizer.decode([int(id) for id in ids if id != m.tokenizer.end])
         if found:
             return "the run's validation text", found[:_COMPARED]
     return "the last tenth of Tiny Shakespeare", text_of("shakespeare-test.txt.gz")[:_COMPARED]
-
-
-def chat(
-    model: ModelPath,
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
-    tokens: Annotated[int, typer.Option(help="The longest answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.9,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
-    device: Device = "auto",
-) -> None:
-    """Talk to a model that was trained for conversations, such as SmolLM2-Instruct; an empty line or Ctrl-D ends it.
-
-    Example: trivium chat models/smollm2.gguf, or: echo "What is a tram?" | trivium chat models/smollm2.gguf
-    """
-    from trivium import api
-    from trivium.generation.chat import chat_of
-
-    with watcher() as watch:
-        m = api.load(model, device=device, say=watch.say, tick=watch.tick)
-    chat_of(m.tokenizer, m.notes)  # a model without a template is refused before anybody types
-    messages = [{"role": "system", "content": system}] if system else []
-    terminal = sys.stdin.isatty()
-    while True:
-        try:
-            said = input("> ") if terminal else sys.stdin.readline().rstrip("\n")
-        except EOFError:
-            break
-        if not said.strip():
-            break
-        messages.append({"role": "user", "content": said})
-        answer = ""
-        for piece in m.chat(messages, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed + len(messages)):
-            answer += piece
-            typer.echo(piece, nl=False)
-            sys.stdout.flush()
-        typer.echo()
-        messages.append({"role": "assistant", "content": answer})

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trivium.cli import evaluate, exchange, use
-from trivium.cli.printing import Json, bits, cell, print_json, print_table, standard_input
+from trivium.cli import evaluate, exchange, generate, runs, use
+from trivium.cli.printing import Json, bits, cell, print_json, print_table
 from trivium.cli.text import data_app, tokenizer_app
 from trivium.errors import ConfigError, FileError, Interrupted, TriviumError, file_error
 
@@ -26,8 +26,11 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 
-Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings laid over the file.")]
+Settings = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings laid over the file.")]
 Runs = Annotated[Path, typer.Option("--runs", help="The folder of runs.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Where the recipe's data lies, if not in the current folder.", metavar="FOLDER")
+]
 RUNS = Path("runs")
 _WIDEST = 80  # characters of a note
 
@@ -59,102 +62,35 @@ def train(
     source: Annotated[Path, typer.Argument(help="A recipe (TOML), or a run's folder to go on with.")],
     settings: Settings = None,
     runs: Runs = RUNS,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Where the recipe's data lies, if not in the current folder.")
-    ] = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Train a model from a recipe, or go on with a run exactly where it stopped."""
-    from trivium import config
-    from trivium.cli.render import watcher
-    from trivium.training.run import open_run
+    from trivium import config, records
+    from trivium.training.checks import check_source
 
     layer = config.assignments(settings or [])
+    check_source(source, layer, runs=runs, data_dir=data_dir)  # before torch is imported: a refusal comes at once
+    from trivium.cli.render import watcher
+    from trivium.report import use_of
+    from trivium.training.run import open_run
+
     with watcher() as watch:
         session = open_run(source, layer, runs=runs, data_dir=data_dir, say=watch.say, tick=watch.tick)
+        session.alert = watch.alert
         for event in session.events():
             watch.event(event)
-    typer.echo(f"{session.folder}: the model and report.html are there", err=True)
+    try_it = use_of(records.about(session.folder), session.folder)
+    typer.echo(f"{session.folder} is done; open {session.folder / 'report.html'}, or type: {try_it}", err=True)
 
 
-@app.command()
-def generate(
-    model: use.ModelPath,
-    prompt: Annotated[
-        str, typer.Argument(help="The text to continue, or to write from (encoder-decoder); - reads standard input.")
-    ] = "",
-    tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest only; 0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest with this much mass; 1 is off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop what is less likely than this share of the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: discourage what was said before.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    n: Annotated[int, typer.Option("-n", help="How many samples.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    logprobs: Annotated[int, typer.Option(help="With --json: the n likeliest alternatives of each token.")] = 0,
-    slide: Annotated[bool, typer.Option("--slide", help="Go on past the context by forgetting the beginning.")] = False,
-    average: use.Average = 0,
-    device: use.Device = "auto",
-    as_json: Json = False,
-) -> None:
-    """Continue a prompt; the text appears as it is written. An encoder-decoder reads it as a source instead."""
-    from trivium import api
-
-    text = standard_input() if prompt == "-" else prompt
-    m = api.load(model, device=device, average=average)
-    shown = "" if m.config.family == "encoder-decoder" else text
-    options: dict[str, Any] = {
-        "tokens": tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": stop or (),
-        "slide": slide,
-    }
-    if n == 1 and not as_json and not logprobs:
-        pieces = m.stream(text, **options)
-        typer.echo(shown, nl=False)
-        reason = ""
-        while not reason:
-            try:
-                typer.echo(next(pieces), nl=False)
-                sys.stdout.flush()
-            except StopIteration as end:
-                reason = end.value.reason
-        typer.echo()
-        if reason == "context":
-            typer.echo(f"(the model's context of {m.config.context} tokens is full; --slide goes on)", err=True)
-        return
-    found = m.generate([text], n=n, logprobs=logprobs, **options)[0]
-    samples = found if isinstance(found, list) else [found]
-    if as_json:
-        print_json({"prompt": text, "samples": [_sample(sample) for sample in samples]})
-        return
-    for index, sample in enumerate(samples):
-        typer.echo(f"--- {index + 1}" if n > 1 else "", nl=n > 1)
-        typer.echo(shown + sample)
-
-
-def _sample(sample: Any) -> dict[str, Any]:
-    return {
-        "text": str(sample),
-        "reason": sample.reason,
-        "ids": sample.ids,
-        "logprobs": sample.logprobs,
-        "alternatives": sample.alternatives,
-    }
-
-
+app.command()(generate.generate)
 app.command()(use.fill)
 app.command()(use.translate)
 app.command()(use.embed)
 app.command("eval")(evaluate.evaluate)
 app.command("import")(exchange.bring)
 app.command()(exchange.export)
-app.command()(exchange.chat)
+app.command()(generate.chat)
 
 
 @app.command()
@@ -180,58 +116,39 @@ def presets(as_json: Json = False) -> None:
 
 @app.command()
 def config(
-    source: Annotated[Path, typer.Argument(help="A recipe.")], settings: Settings = None, as_json: Json = False
+    source: Annotated[Path, typer.Argument(help="A recipe.")],
+    settings: Settings = None,
+    runs: Runs = RUNS,
+    data_dir: DataDir = None,
+    as_json: Json = False,
 ) -> None:
-    """Check a recipe and print every setting it resolves to."""
+    """Check a recipe as `train` would, and print every setting it resolves to."""
     from trivium import config as loader
-    from trivium.training.run import read_recipe
+    from trivium.training.checks import ready, taken
+    from trivium.training.machine import this_machine
+    from trivium.training.recipes import read_recipe, with_data_below
 
     recipe = read_recipe(source, loader.assignments(settings or []))
+    ready(with_data_below(recipe, data_dir), None, settle=this_machine().settle, say=lambda text: None)
+    folder = runs / recipe.name
+    if folder.exists():  # no fault of the recipe: somebody may want to see what a run was made from
+        typer.echo(f"note: {taken(folder)}", err=True)
     if as_json:
         print_json(loader.dump(recipe))
     else:
         typer.echo(loader.write(recipe), nl=False)
 
 
-@app.command()
-def runs(folder: Annotated[Path, typer.Argument(help="The folder of runs.")] = RUNS, as_json: Json = False) -> None:
-    """List the runs here: state, size, steps and best score."""
-    from trivium import api
-    from trivium.training.run import is_run
-
-    found = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
-    rows = []
-    for path in found:
-        try:
-            rows.append(api.show(path))
-        except TriviumError as error:
-            why = error.sentence if isinstance(error, ConfigError) else str(error)
-            rows.append({"path": str(path), "state": f"damaged: {why}"})
-    if as_json:
-        print_json(rows)
-        return
-    if not rows:
-        typer.echo(f"No runs in {folder}; start one with `trivium train RECIPE` or `trivium demo`.")
-        return
-    cells = [
-        [
-            Path(r["path"]).name,
-            r["state"],
-            cell(r.get("parameters", "")),
-            cell(r.get("step", "")),
-            bits(r.get("best")),
-        ]
-        for r in rows
-    ]
-    print_table(["run", "state", "parameters", "step", "bits/byte"], cells)
+app.command()(runs.runs)
 
 
 @app.command()
 def show(model: use.ModelPath, as_json: Json = False) -> None:
     """What a run or a model is, how far it came and how good it is."""
-    from trivium.training.run import is_run
+    from trivium.training.recipes import is_run
 
-    facts, trained = _facts(model), is_run(model)
+    facts = _facts(model)
+    trained = is_run(model) or facts["state"] == "checkpoint"
     if as_json:
         print_json(facts)
         return
@@ -241,12 +158,13 @@ def show(model: use.ModelPath, as_json: Json = False) -> None:
         report = model / "report.html"
         lines |= {
             "steps": cell(facts["step"]),
-            "best validation": bits(facts["best"]),
+            "best validation" if is_run(model) else "validation": bits(facts["best"]),
             "test": bits(facts["test"]),
             "report": str(report) if report.is_file() else "",
         }
     else:
-        lines |= {name.replace("_", " "): _note(value) for name, value in facts["notes"].items()}
+        lines |= {name.replace("_", " "): _note(value) for name, value in facts["notes"].items() if name != "valid"}
+        lines["validation"] = bits(facts["notes"].get("valid"))
     for found in facts["results"]:
         lines[f"{found['name']} {found['split']}"] = f"{found['metric']} {cell(found['score'])}"
     for name, value in lines.items():
@@ -260,7 +178,7 @@ def _facts(model: Path) -> dict[str, Any]:
     from trivium.checkpoints.model_files import has_model
     from trivium.cli.render import watcher
     from trivium.evaluation.results import results
-    from trivium.training.run import is_run
+    from trivium.training.recipes import is_run
 
     if is_run(model) or has_model(model) or not (model.is_file() or (model / "config.json").is_file()):
         return api.show(model)
@@ -307,7 +225,7 @@ def main() -> None:
     except OSError as error:  # no space, no permission: the file or folder is named, and nothing is half-written
         if debug:
             raise
-        print(f"error: {file_error(error, 'a file')}", file=sys.stderr)
+        print(f"error: {file_error(error)}", file=sys.stderr)
         sys.exit(FileError.exit_code)
     except TriviumError as error:
         if debug:

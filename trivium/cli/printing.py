@@ -14,12 +14,22 @@ from trivium.errors import RequestError
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
+def is_piped() -> bool:
+    """Whether standard input is a pipe or a file and no terminal."""
+    return sys.stdin is not None and not sys.stdin.isatty()
+
+
 def standard_input() -> str:
     """Everything that was piped in, as text."""
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is not UTF-8 text (byte {error.start})") from None
+
+
+def quoted(text: str) -> str:
+    """A text as it is, or in quotes where one could not see it."""
+    return text if text.isprintable() and text.strip() == text and text else json.dumps(text, ensure_ascii=False)
 
 
 def print_json(value: Any) -> None:

@@ -10,13 +10,19 @@ from typing import IO, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated, duration, line
+from trivium.training.events import Event, Progress, Said, Sampled, Validated, duration, line
+from trivium.training.signals import to_standard_error
 
 _BYTES = 1_000_000  # a tick that counts up to more counts bytes; layers and tensors are never so many
+
+
+_SHOWN, _LONGEST = 3, 400  # samples below the table, and characters of each
+_LABELS = {"tokenizer": "training the tokenizer", "data": "encoding the text"}
 
 
 class Watcher(Protocol):
@@ -25,6 +31,8 @@ class Watcher(Protocol):
     def say(self, text: str) -> None: ...
     def tick(self, what: str, at: int, of: int) -> None: ...
     def event(self, event: Event) -> None: ...
+    def alert(self, text: str) -> None:
+        """Tell something now, from another thread than the one that trains."""
 
 
 @contextmanager
@@ -35,8 +43,10 @@ def watcher(file: IO[str] | None = None) -> Iterator[Watcher]:
         yield PlainWatcher(file)
         return
     console = Console(file=file)
-    with Live(console=console, refresh_per_second=8, transient=False) as live:
-        yield LiveWatcher(live)
+    watching = LiveWatcher(console)
+    # drawn by a thread of its own: it shows an alert while a step keeps the main thread busy
+    with Live(console=console, refresh_per_second=8, get_renderable=watching.draw):
+        yield watching
 
 
 class PlainWatcher:
@@ -57,30 +67,38 @@ class PlainWatcher:
             self._since = self.clock()
         changed, self._tenth = tenth != self._tenth, tenth
         if changed and self.clock() - self._since > 3:
-            self.say(f"{what}: {10 * tenth[1]} %" + (f" of {of / 1e6:.1f} MB" if of >= _BYTES else ""))
+            self.say(
+                f"{_LABELS.get(what, what)}: {10 * tenth[1]} %" + (f" of {of / 1e6:.1f} MB" if of >= _BYTES else "")
+            )
 
     def event(self, event: Event) -> None:
         text = line(event)
         if text:
             self.say(text)
 
+    def alert(self, text: str) -> None:
+        to_standard_error(text)
+
 
 class LiveWatcher:
     """A table that fills while the run goes, with a bar and the newest sample below it."""
 
-    def __init__(self, live: Live) -> None:
-        self.live = live
+    def __init__(self, console: Console) -> None:
+        self.console = console
         self._progress: Progress | None = None
         self._rows: list[tuple[int, float, Validated]] = []
-        self._sample: Sampled | None = None
+        self._samples: list[Sampled] = []  # of the newest step that has any
         self._reading = ("", 0, 1)
+        self._alert = ""
 
     def say(self, text: str) -> None:
-        self.live.console.print(Text(text))
+        self.console.print(Text(text))
 
     def tick(self, what: str, at: int, of: int) -> None:
         self._reading = (what, at, of)
-        self.live.update(self._draw())
+
+    def alert(self, text: str) -> None:
+        self._alert = text  # and no writing here, which would tear the table
 
     def event(self, event: Event) -> None:
         match event:
@@ -90,30 +108,43 @@ class LiveWatcher:
                 loss = self._progress.loss if self._progress else float("nan")
                 self._rows = [*self._rows, (event.step, loss, event)][-12:]
             case Sampled():
-                self._sample = event
+                before = [sample for sample in self._samples if sample.step == event.step]
+                self._samples = [*before, event][-_SHOWN:]
             case Said(text):
                 self.say(text)
-            case Saved():
-                return
-        self.live.update(self._draw())
 
-    def _draw(self) -> RenderableType:
+    def draw(self) -> RenderableType:
+        """The picture of this moment."""
         if self._progress is None:
             what, at, of = self._reading
-            return Group(Text(f"reading: {what}" if what else "starting"), ProgressBar(total=max(1, of), completed=at))
+            return Group(
+                Text(_LABELS.get(what, what) or "starting"),
+                self._bar(at, max(1, of)),
+                *self._alerts(),
+            )
         now = self._progress
         table = Table(box=None, pad_edge=False)
-        for name in ("step", "train", "valid", "bits/byte", ""):
+        measured = any(found.bits_per_byte is not None for _, _, found in self._rows)
+        for name in ("step", "train", "valid", *(["bits/byte"] if measured else []), ""):
             table.add_column(name, justify="right")
         for step, loss, found in self._rows:
-            mark = "best" if found.best else ""
-            bits = "" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
-            table.add_row(str(step), f"{loss:.4f}", f"{found.loss:.4f}", bits, mark)
+            bits = [] if found.bits_per_byte is None else [f"{found.bits_per_byte:.4f}"]
+            table.add_row(str(step), f"{loss:.4f}", f"{found.loss:.4f}", *bits, "best" if found.best else "")
         now_line = (
             f"step {now.step}/{now.total}  loss {now.loss:.4f}  norm {now.norm:.2f}  rate {now.rate:.2e}  "
             f"{now.tokens_per_second:,.0f} tok/s  {duration(now.seconds_left)} left"
         )
-        parts: list[RenderableType] = [table, Text(now_line), ProgressBar(total=now.total, completed=now.step)]
-        if self._sample is not None:
-            parts.append(Text(self._sample.prompt + self._sample.text[:400], style="dim"))
-        return Group(*parts)
+        parts: list[RenderableType] = [table, Text(now_line), self._bar(now.step, now.total)]
+        for sample in self._samples:
+            given, written = sample.prompt[:_LONGEST], sample.text[:_LONGEST]
+            shown = f"{given}\n  {written}  ({sample.reference[:_LONGEST]})" if sample.reference else given + written
+            parts.append(Text(shown, style="dim"))
+        return Group(*parts, *self._alerts())
+
+    def _alerts(self) -> list[RenderableType]:
+        return [Text(self._alert, style="bold")] if self._alert else []
+
+    def _bar(self, at: int, of: int) -> RenderableType:
+        """A bar on a line of its own, with room behind it for the ^C that a terminal shows."""
+        bar = ProgressBar(total=of, completed=at, width=max(10, self.console.width - 4))
+        return Padding(bar, 0, expand=False)

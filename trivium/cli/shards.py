@@ -11,10 +11,12 @@ import numpy as np
 from trivium.config import Text, assignments, load, read_of, unknown
 from trivium.data import shards as data
 from trivium.data.config import DataConfig
+from trivium.data.pairs import settled
 from trivium.data.shards import Shards, Split
 from trivium.data.show import Cell, preview
-from trivium.data.sources import files, texts, total_bytes
+from trivium.data.sources import texts, total_bytes
 from trivium.errors import DataError
+from trivium.files import exists_already
 from trivium.text.kinds import TOKENIZERS
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
@@ -61,10 +63,9 @@ def build(
 ) -> str:
     """Shards and their tokenizer in `out`; a sentence about them."""
     layer = {"paths": list(paths), "valid": Text(valid), "separator": separator, "field": field}
-    config = load(DataConfig, layer)
-    files(config.paths)
+    config = settled(load(DataConfig, layer))
     if out.exists():
-        raise DataError(f"{out} exists already; remove it or name another folder")
+        raise DataError(exists_already(out))
     known = Path(tokenizer)
     chosen = open_tokenizer(known) if known.exists() else train_tokenizer(paths, tokenizer, size, given, tick, config)
     made = data.build(config, chosen, out, progress=lambda at, of: tick("data", at, of), say=say)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from trivium.cli.printing import Json, cell, leaves, print_json, print_table, standard_input
+from trivium.cli.printing import Json, cell, leaves, print_json, print_table, quoted, standard_input
 from trivium.errors import RequestError, UserError, shown
+from trivium.files import exists_already
 
 data_app = typer.Typer(help="Turn text into shards, and see exactly what a model will see.", no_args_is_help=True)
 # not read from the table itself: that would import the library just to print help
@@ -24,7 +25,7 @@ def data_build(
     tokenizer: Annotated[str, typer.Option(help=f"{KINDS}; or a tokenizer.json.")] = "bpe",
     size: Annotated[int, typer.Option(help="Vocabulary size of a new tokenizer that learns pieces.")] = 4096,
     given: Given = None,
-    valid: Annotated[str, typer.Option(help="The share kept for validation, or a path.")] = "0.01",
+    valid: Annotated[str, typer.Option(help="The share kept for validation, or a path.")] = "auto",
     separator: Annotated[str, typer.Option(help="Split documents inside a file here.")] = "",
     field: Annotated[str, typer.Option(help="The key of a JSON line that holds the text.")] = "text",
 ) -> None:
@@ -86,7 +87,7 @@ def tokenizer_train(
     from trivium.cli.shards import train_tokenizer
 
     if out.exists():
-        raise UserError(f"{out} exists already; remove it or name another file")
+        raise UserError(exists_already(out))
     if not out.absolute().parent.is_dir():
         raise UserError(f"{out.parent} is not a folder; make it first")
     with watcher() as watch:
@@ -133,5 +134,6 @@ def tokenizer_show(
     if as_json:
         print_json(facts)
         return
-    for name, value in facts.items():
-        typer.echo(f"{name:<10} {value if not isinstance(value, list) else ' '.join(map(repr, value))}")
+    named = [f"{quoted(spelling)} {id}" for spelling, id in opened.specials.items()]
+    for name, value in {**facts, "specials": ", ".join(named), "last": " ".join(map(quoted, last))}.items():
+        typer.echo(f"{name:<10} {value}")

@@ -10,10 +10,15 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from trivium.cli.printing import Json, print_json, standard_input
+from trivium.cli.printing import Json, is_piped, print_json, quoted, standard_input
 from trivium.errors import RequestError, shown
 
-ModelPath = Annotated[Path, typer.Argument(help="A run, a saved model, a Hugging Face folder or a .gguf file.")]
+ModelPath = Annotated[
+    Path,
+    typer.Argument(
+        help="A run, a saved model, a Hugging Face folder or a .gguf file. RUN/checkpoints/step-N is one checkpoint."
+    ),
+]
 Texts = Annotated[list[str] | None, typer.Argument(help="The texts; without any (or with -), lines of a pipe.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Average = Annotated[int, typer.Option(help="Use the mean of the run's newest K checkpoints.", metavar="K")]
@@ -46,7 +51,7 @@ def fill(
             if len(each) > 1:
                 typer.echo(f"  gap {number}")
             for candidate in candidates:
-                typer.echo(f"  {candidate.probability:7.2%}  {candidate}")
+                typer.echo(f"  {candidate.probability:7.2%}  {quoted(candidate)}")
 
 
 def translate(
@@ -76,7 +81,17 @@ def translate(
     given = _given(texts)
     m = api.load(model, device=device, average=average)
     others = [api.load(path, device=device, average=average) for path in ensemble or []]
-    found = m.translate(
+    found: list[list[Any]] = []
+
+    def show(best: list[Any]) -> None:
+        found.append(best)
+        for item in [] if as_json else best:
+            line = " ".join(item.splitlines()) if item else ""  # a line for each line, whatever the model writes
+            typer.echo(f"{item.score:9.4f}  {line}" if n > 1 else line)
+        sys.stdout.flush()
+
+    silent = not sys.stderr.isatty() or (sys.stdout.isatty() and not as_json)  # then the translations show how far
+    m.translate(
         given,
         beams=beams,
         alpha=alpha,
@@ -85,16 +100,13 @@ def translate(
         tokens=tokens,
         ensemble=others,
         language=language,
-        tick=_progress("translated", time.monotonic),
+        tick=_ignore if silent else _progress("translated", time.monotonic),
+        each=show,
     )
-    best = [each if isinstance(each, list) else [each] for each in found]
     if as_json:
-        print_json([{"text": text, "best": [_hypothesis(item) for item in each]} for text, each in _pairs(given, best)])
-        return
-    for each in best:
-        for item in each:
-            line = " ".join(item.splitlines()) if item else ""  # a line for each line, whatever the model writes
-            typer.echo(f"{item.score:9.4f}  {line}" if n > 1 else line)
+        print_json(
+            [{"text": text, "best": [_hypothesis(item) for item in each]} for text, each in _pairs(given, found)]
+        )
 
 
 def embed(
@@ -140,7 +152,7 @@ def _given(texts: list[str] | None) -> list[str]:
     """The texts of the command line, or the lines of standard input."""
     if texts and texts != ["-"]:
         return texts
-    if not texts and sys.stdin.isatty():
+    if not texts and not is_piped():
         raise RequestError("there is no text; add it to the command, or pipe lines into it")
     piped = standard_input()
     if not piped:
@@ -165,6 +177,10 @@ def _hypothesis(item: Any) -> dict[str, Any]:
         "reason": item.reason,
         "ids": item.ids,
     }
+
+
+def _ignore(done: int, of: int) -> None:
+    pass
 
 
 def _progress(word: str, clock: Callable[[], float]) -> Callable[[int, int], None]:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from trivium.config import at_least
+from trivium.config import accept, at_least
 from trivium.errors import ConfigError
 
 Shift = Literal["none", "epoch"]
+
+AUTO = "auto"
+SHARE, MOST, ENOUGH = 0.01, 0.1, 1 << 16  # what `auto` keeps for validation: of a large text, at most, bytes of a small
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Which text, or which pairs of sentences, a run reads, and what of it is kept for validation."""
 
+    ALTERNATIVES: ClassVar = (("paths", "weights"), ("source", "target", "valid_source", "valid_target"), ("pairs",))
     # Text files, .gz, .xz, .jsonl (also compressed), folders of them, or one folder of built shards.
     paths: tuple[str, ...] = ()
     # The share of each path in every stretch of training, whatever its size; () means all text as one.
     weights: tuple[float, ...] = ()
     # Rows are cut at the same places in every epoch, or from the second "epoch" on elsewhere in each.
     shift: Shift = "none"
-    # A fraction of the documents (of the different source sentences), or the path of a text kept for validation.
-    valid: float | str = 0.01
+    # A fraction of the documents (of the different source sentences), or the path of a text kept for validation; auto
+    # is 0.01, and more of a small text, so that what is kept says something: 64 KiB, up to a tenth.
+    valid: float | str = AUTO
     # Documents inside a file are split here; a form feed splits always.
     separator: str = ""
     # The key of a JSON line that holds the text.
@@ -35,6 +40,8 @@ class DataConfig:
     # or one file with tabs, and which of its columns (the first is 0) are source and target.
     pairs: str = ""
     columns: tuple[int, int] = (0, 1)
+    # Tokens of a row of text, or of the longest side of a pair; 0 means model.context.
+    length: int = 0
     # Several pairs in a row of at most so many tokens a side, kept apart by the mask; 0 means each in a row of its own.
     pack: int = 0
     # Two more such files, kept for validation, instead of a fraction; with `pairs` it is `valid` that names one.
@@ -42,7 +49,9 @@ class DataConfig:
     valid_target: str = ""
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("pack", self.pack, 0)
+        at_least("length", self.length, 0)
         if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
             raise ConfigError("weights: a weight is not above 0; leave the path out instead")
         if self.weights and len(self.paths) > 1 and len(self.weights) != len(self.paths):
@@ -61,6 +70,22 @@ class DataConfig:
         """Whether it names pairs and not text."""
         return bool(self.source or self.pairs)
 
+    @property
+    def valid_path(self) -> str:
+        """The path of a text kept for validation; empty if a share of the training text is."""
+        return self.valid if isinstance(self.valid, str) and self.valid != AUTO else ""
+
+    @property
+    def valid_share(self) -> float:
+        """The share of the training text that is kept for validation."""
+        return 0.0 if self.valid_path else SHARE if isinstance(self.valid, str) else self.valid
+
+    def settled(self, size: int) -> DataConfig:
+        """The same with a definite share for `auto`, given the bytes of the training text."""
+        if self.valid != AUTO:
+            return self
+        return replace(self, valid=round(min(MOST, max(SHARE, ENOUGH / max(1, size))), 4))
+
     def below(self, folder: Path) -> DataConfig:
         """The same with relative paths taken from `folder`: absolute ones are found when a run goes on elsewhere."""
 
@@ -69,7 +94,7 @@ class DataConfig:
 
         names = ("source", "target", "pairs", "valid_source", "valid_target")
         changes: dict[str, Any] = {name: found(getattr(self, name)) for name in names}
-        valid = found(self.valid) if isinstance(self.valid, str) else self.valid
+        valid = found(self.valid_path) if self.valid_path else self.valid
         return replace(self, paths=tuple(map(found, self.paths)), valid=valid, **changes)
 
     def _check_pairs(self) -> None:
@@ -89,7 +114,7 @@ class DataConfig:
             raise ConfigError("shift: pairs are rows of their own, which are not cut; leave out data.shift")
         if self.valid_source and not self.source:
             raise ConfigError("valid_source: it stands beside data.source; with data.pairs name a file in data.valid")
-        if self.source and isinstance(self.valid, str):
+        if self.source and self.valid_path:
             raise ConfigError("valid: pairs from two files are validated by two; set data.valid_source and _target")
         if len(self.columns) != 2 or min(self.columns) < 0 or self.columns[0] == self.columns[1]:
             raise ConfigError(f"columns: {list(self.columns)} are not two columns, counted from 0; try [0, 1]")

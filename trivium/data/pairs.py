@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trivium.data import shards
-from trivium.data.config import DataConfig
+from trivium.data.config import AUTO, DataConfig
 from trivium.data.shards import Shards, publish
-from trivium.data.sources import Source, files, held_out, lines, texts
+from trivium.data.sources import Source, files, held_out, lines, text_bytes, texts
 from trivium.data.writing import Writer, manifest, writers
 from trivium.errors import DataError
 from trivium.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 
 def pair_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
     """The files of the training and of the validation pairs, two, one or none each; a missing one is a DataError."""
-    valid = "valid" if config.pairs and isinstance(config.valid, str) else ""
+    valid = "valid" if config.pairs and config.valid_path else ""
     train_keys = ["pairs"] if config.pairs else ["source", "target"]
     valid_keys = [valid] if valid else ["valid_source", "valid_target"] if config.valid_source else []
     train, held = ([_file(config, key) for key in keys] for keys in (train_keys, valid_keys))
@@ -46,6 +46,11 @@ def read_pairs(paths: list[Path], columns: tuple[int, int], *, read: Read, done:
 def training_files(config: DataConfig) -> list[Path]:
     """The files that a run learns from, text or pairs; a missing one is refused."""
     return pair_files(config)[0] if config.paired else files(config.paths)
+
+
+def settled(config: DataConfig) -> DataConfig:
+    """The settings with a definite share for validation."""
+    return config.settled(text_bytes(training_files(config))) if config.valid == AUTO else config
 
 
 def training_texts(config: DataConfig, *, read: Read) -> Iterator[str]:
@@ -163,4 +168,4 @@ def _file(config: DataConfig, key: str) -> Path:
 
 def _fraction(config: DataConfig) -> float:
     """The share of the training files' source sentences that is kept for validation."""
-    return 0.0 if isinstance(config.valid, str) or config.valid_source else config.valid
+    return 0.0 if config.valid_source else config.valid_share

@@ -24,7 +24,17 @@ from trivium.data.config import DataConfig
 from trivium.data.writing import DTYPES, FORMAT, STARTS, Build, Ids, mapped
 from trivium.data.writing import Split as Split
 from trivium.errors import BusyError, DataError
-from trivium.files import naming, read_inside, regular_inside, remove, sha256, sync_folder, temporary, write_synced
+from trivium.files import (
+    exists_already,
+    naming,
+    read_inside,
+    regular_inside,
+    remove,
+    sha256,
+    sync_folder,
+    temporary,
+    write_synced,
+)
 from trivium.text.tokenizer import Tokenizer
 
 MANIFEST = "manifest.json"
@@ -84,7 +94,7 @@ def build(
 def publish(folder: Path, tokenizer: Tokenizer, write: Callable[[Path], Mapping[str, Any]]) -> Shards:
     """The shards that `write` makes in a folder it is given and tells the manifest of; whole in `folder` or nowhere."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} exists already; remove it or name another folder")
+        raise DataError(exists_already(folder))
     with _scratch(folder) as scratch:
         manifest = write(scratch)
         tokenizer.save(scratch / "tokenizer.json")

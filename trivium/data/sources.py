@@ -87,6 +87,11 @@ def total_bytes(paths: Iterable[str | Path]) -> int:
     return sum(path.stat().st_size for path in files(paths))
 
 
+def text_bytes(found: Iterable[Path]) -> int:
+    """About how many bytes of text some files hold: a compressed one three times its own."""
+    return sum(path.stat().st_size * (3 if path.suffix in (".gz", ".xz") else 1) for path in found)
+
+
 def pieces(
     paths: Iterable[str | Path],
     *,
@@ -145,7 +150,7 @@ def lines(path: Path, *, read: Callable[[int], None], done: Callable[[Source], N
 
 def texts(config: DataConfig, *, read: Callable[[int], None]) -> Iterator[str]:
     """The text of the training documents, for training a tokenizer; all of a path that will be cut in two."""
-    fraction = 0.0 if isinstance(config.valid, str) else config.valid
+    fraction = config.valid_share
     unseen = []
     for path in config.paths:
         none, kept = True, True

@@ -176,10 +176,10 @@ class Build:
     ) -> None:
         self.config, self.tokenizer, self.folder, self.progress = config, tokenizer, folder, progress
         self.sources: list[Source] = []
-        self.fraction = 0.0 if isinstance(config.valid, str) else config.valid
+        self.fraction = config.valid_share
         # Both are looked at before any work begins: a misspelt path must not cost an hour.
         self.train_files = [files([path]) for path in config.paths] or [files([])]
-        self.valid_files = files([config.valid], key="data.valid") if isinstance(config.valid, str) else []
+        self.valid_files = files([config.valid_path], key="data.valid") if config.valid_path else []
         self.read = 0
         self.total = sum(path.stat().st_size for group in [*self.train_files, self.valid_files] for path in group)
 

@@ -18,7 +18,7 @@ from trivium.errors import ConfigError, RequestError
 from trivium.evaluation.likelihood import Tick
 from trivium.generation.engine import evaluating
 from trivium.models.transformer import Transformer
-from trivium.objectives.denoise import Denoise, sentinel
+from trivium.objectives.options import Denoise, sentinel
 from trivium.text.tokenizer import Tokenizer
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError
+from trivium.generation.checks import require_whole
 from trivium.generation.engine import evaluating
 from trivium.models.transformer import Transformer
 from trivium.text.tokenizer import Tokenizer
@@ -39,6 +40,11 @@ class Score:
     words: int  # between white space; of a corpus that counts them, line ends too
     characters: int = 0
     stride: int = 0  # how far the windows were moved; 0 if one window held everything
+
+    def __repr__(self) -> str:
+        each = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, "nll": self.nll}
+        told = ", ".join(f"{name}={value:.4f}" for name, value in each.items())
+        return f"Score({told}, tokens={self.tokens}, bytes={self.bytes})"
 
     @property
     def perplexity(self) -> float:
@@ -137,6 +143,7 @@ def score_many(
     context = model.config.context
     if model.config.family != "decoder":
         raise RequestError(f"the likelihood of a text needs a decoder, this model is an {model.config.family}")
+    require_whole("stride", stride, None, None, "0 means the context")
     if not 0 <= stride <= context:
         raise RequestError(f"stride: {stride} is not between 1 and the context of {context}; 0 means the context")
     given = [_array(ids, model.config.vocab) for ids in texts]

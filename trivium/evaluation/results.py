@@ -1,6 +1,7 @@
 """One file per evaluation beside a model: `results/NAME-SPLIT.json` in its folder, whole or absent.
 
-A model that is a single file has a folder of its own name in the `results` beside it.
+A model that is a single file has a folder of its own name in the `results` beside it, and a checkpoint in those of its
+run.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import Any
 
 import torch
 
+from trivium import records, report
+from trivium.checkpoints.store import run_of
 from trivium.errors import RequestError
 from trivium.evaluation.tasks import Outcome
 from trivium.files import read_inside, write_atomic
 from trivium.models.transformer import Transformer, weights
 from trivium.text.tokenizer import Tokenizer
 
-FOLDER = "results"
+FOLDER = records.RESULTS
 _LARGEST = 256 << 20  # bytes of a results file, with its examples
 
 
@@ -36,6 +39,8 @@ def place(model: Path) -> Path:
 
 
 def _place(model: Path) -> Path:
+    if (run := run_of(model)) is not None:  # a checkpoint is sealed, and deleted when it is old
+        return run / FOLDER / model.name
     return model.parent / FOLDER / model.name if model.is_file() else model / FOLDER
 
 
@@ -64,19 +69,14 @@ def record(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    if (model_path / records.CONFIG).is_file():  # the page of a run has its evaluations
+        write_atomic(model_path / "report.html", report.page(model_path).encode())
     return content
 
 
 def results(model: Path) -> list[dict[str, Any]]:
     """What the results files of a model say, without their examples; a damaged one is said to be so."""
-    found = []
-    for path in sorted(_place(model).glob("*.json")):
-        content = _read(path)
-        if content is None:
-            found.append({"name": path.stem, "split": "", "metric": "damaged", "score": None})
-        else:
-            found.append({key: value for key, value in content.items() if key != "examples"})
-    return found
+    return records.results(_place(model))
 
 
 def weights_digest(model: Transformer) -> str:

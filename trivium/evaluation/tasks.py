@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from trivium.config import at_least
-from trivium.data.config import DataConfig
+from trivium.data.config import SHARE
 from trivium.data.sources import held_out
 from trivium.errors import ConfigError, RequestError, shown
 from trivium.evaluation import cloze, words
@@ -163,9 +163,7 @@ class Translation:
     def measure(self, subject: Subject, data: Corpus, split: str, settings: Settings) -> Measured:
         pairs = [pair for pair in data.pairs(*self.files[split], columns=self.columns) if all(pair)]
         if self.kept:
-            share = DataConfig().valid
-            assert isinstance(share, float)
-            pairs = [pair for pair in pairs if held_out(pair.source, share)]
+            pairs = [pair for pair in pairs if held_out(pair.source, SHARE)]
             references: dict[str, list[str]] = {}
             for source, target in pairs:
                 references.setdefault(source, []).append(target)

@@ -12,6 +12,7 @@ from trivium.generation.sizes import bucket, close
 from trivium.generation.slots import Bank
 from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
+from trivium.parts.hooks import fingerprint
 
 _LEAST = 128  # tokens of a row
 _WORTH = 1 << 26  # bytes that a closer size must save: every size has graphs and kernels of its own
@@ -82,8 +83,8 @@ def _whole(model: Transformer, longest: int) -> int:
 
 
 def _key(model: Transformer, slots: int, longest: int, source: int) -> Hashable:
-    """What a captured graph depends on: the sizes, autocast, and where the weights lie and of what kind they are."""
+    """What a captured graph depends on: the sizes, autocast, the modules, and where the weights lie and their dtype."""
     places = tuple((tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers()))
     kind = model.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (slots, longest, source, autocast, places)
+    return (slots, longest, source, autocast, fingerprint(model), places)

@@ -14,22 +14,24 @@ from torch import Tensor
 
 from trivium.errors import RequestError
 from trivium.generation.beams import KERNELS, pools_of, room_for, together
+from trivium.generation.checks import TOKENS, require_number, require_whole
 from trivium.generation.coverage import Coverage
 from trivium.generation.engine import evaluating
 from trivium.generation.frontier import Frontier, Rules, frontier, grow, rules
 from trivium.generation.graphs import current
-from trivium.generation.lineage import Lineage
+from trivium.generation.lineage import BeamReader, Lineage, RowBeams
 from trivium.generation.pool import Wish
 from trivium.generation.scorer import Prompt, Scorer, require_finite
+from trivium.generation.supports import even_batches, supports_beam_tokens, supports_pool
 from trivium.models.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beam:
-    """How to search; a finished text is scored by log p / ((5 + length) / 6) ** alpha + coverage (GNMT), END counted.
+    """How to search; a text is scored by log p / ((5 + length) / 6) ** alpha + coverage (GNMT), an END counted.
 
     Coverage is `coverage` times the sum, over the source, of the logarithm of how much attention each token has got,
-    at most 1: it ranks finished texts and does not steer the search.
+    at most 1: it ranks texts that are done and does not steer the search.
     """
 
     beams: int = 4
@@ -38,13 +40,12 @@ class Beam:
     n: int = 1  # how many of the best are wanted
 
     def __post_init__(self) -> None:
-        if self.beams < 1:
-            raise RequestError(f"beams: {self.beams} is less than 1; 1 is greedy, 4 is usual")
-        if not 0 <= self.alpha < math.inf:
-            raise RequestError(f"alpha: {self.alpha} is not a number from 0 (no length penalty) upwards; try 0.6")
-        if not 0 <= self.coverage < math.inf:
-            raise RequestError(f"coverage: {self.coverage} is not a number from 0 (no penalty) upwards; try 0.2")
-        if not 1 <= self.n <= self.beams:
+        require_whole("beams", self.beams, 1, 1000, "1 is greedy, 4 is usual")
+        # GNMT takes 0.2, Vaswani 0.6; far above 1 length alone decides, and the penalty would overflow
+        require_number("alpha", self.alpha, 0, 10, "0 is no length penalty, try 0.6")
+        require_number("coverage", self.coverage, 0, 100, "0 is no penalty, try 0.2")
+        require_whole("n", self.n, 1, None, "ask for at least one text")
+        if self.n > self.beams:
             raise RequestError(f"n: {self.n} is not between 1 and the number of beams, {self.beams}")
 
     def penalty(self, length: int) -> float:
@@ -64,12 +65,11 @@ class Search:
     tokens: int
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RequestError(f"tokens: {self.tokens} is less than 1; ask for at least one new token")
+        require_whole("tokens", self.tokens, 1, TOKENS, f"ask for 1 to {TOKENS:,} new tokens")
 
 
 class Found(NamedTuple):
-    """A finished text: its new ids without the END, its log-probability with it, and its score."""
+    """A text that is done: its new ids without an END, its log-probability with it, its score and how it ended."""
 
     ids: list[int]
     logprob: float
@@ -78,7 +78,10 @@ class Found(NamedTuple):
 
 
 def results(state: Frontier, searches: Sequence[Search], beam: Beam) -> list[list[Found]]:
-    """The n best of texts that are done, best first, from their rows on the host: those that are cut off come last."""
+    """The n best of texts that are done, best first, from their rows on the host.
+
+    Beams that are cut off at the limit compete with finished ones by the same score; of equals the finished is first.
+    """
     used = int(state.steps.max())
     steps_of = zip(state.ids[:, :used].tolist(), state.parents[:, :used].tolist(), strict=True)
     lists = [one.tolist() for one in (state.score, state.logprob, state.length, state.beam)]
@@ -92,14 +95,14 @@ def results(state: Frontier, searches: Sequence[Search], beam: Beam) -> list[lis
             for score, logprob, tokens, before in ended
             if score > -math.inf
         ]
-        if len(best) < beam.n and length == most:
+        if length == most:
             reason: Literal["length", "context"] = "length" if most == item.tokens else "context"
-            cut = [
+            best += [
                 Found(_text(steps, length, last), logprob, logprob / beam.penalty(length) + cover, reason)
                 for last, (logprob, cover) in enumerate(zip(*live, strict=True))
                 if logprob > -math.inf
             ]
-            best += sorted(cut, key=lambda found: -found.score)  # stable: of equals the better beam stays first
+            best.sort(key=lambda found: -found.score)  # stable: of equals the first found, then the better beam
         each.append(best[: beam.n])
     return each
 
@@ -127,10 +130,10 @@ def search(
 ) -> list[list[Found]]:
     """The `beam.n` best texts for each, best first, found together; each is what it would be alone.
 
-    A text is finished where END (or one of `stop_ids`) is among the best K of its step; one that is cut off, at its
-    number of tokens or the context, comes behind all that are finished. The search ends when no live beam can still
-    become better than the worst of the n. Of equal scores the first found is the better: the shorter text, the better
-    beam, the lower id. `tick` hears of how many more texts are done.
+    A text is finished where END (or one of `stop_ids`) is among the best K of its step. Those that are cut off, at
+    their number of tokens or the context, compete with the finished ones by the same score. The search ends when no
+    live beam can still become better than the worst of the n. Of equal scores the first found is the better: the
+    shorter text, the better beam, the lower id. `tick` hears of how many more texts are done.
     """
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     vocab = min(vocab or scorer.vocab, scorer.vocab)
@@ -148,12 +151,20 @@ def search(
             pools_of(scorer).clear()  # a model that has left its GPU leaves nothing there
         limits = [limit(item, scorer.context) for item in searches]
         given = rules(beam.beams, vocab, banned, ends, beam.penalties(max(limits)), scorer.device)
-        return _Beams(scorer, searches, limits, beam, given, tick).run()
+        if supports_beam_tokens(*scorer.models):
+            return _Beams(scorer, searches, limits, beam, given, tick, Lineage).run()
+        found: dict[int, list[Found]] = {}
+        lengths = [(len(item.prompt.ids), len(item.prompt.source)) for item in searches]
+        for numbers in even_batches(scorer.models, lengths, padding=False):
+            some = [searches[number] for number in numbers]
+            beams = _Beams(scorer, some, [limits[number] for number in numbers], beam, given, tick, RowBeams)
+            found |= zip(numbers, beams.run(), strict=True)
+        return [found[number] for number in range(len(searches))]
 
 
 def poolable(scorer: Scorer, searches: Sequence[Search], beam: Beam) -> bool:
     """Whether texts can be searched in rows that they join and leave: on the GPU in use, if each begins with one id."""
-    plain = scorer.family == "encoder-decoder" and not beam.coverage
+    plain = scorer.family == "encoder-decoder" and not beam.coverage and supports_pool(*scorer.models)
     return plain and current(scorer.device) and all(len(item.prompt.ids) == 1 for item in searches)
 
 
@@ -195,6 +206,7 @@ class _Beams:
         beam: Beam,
         rules: Rules,
         tick: Callable[[int], None],
+        reader: Callable[[Scorer, Sequence[Prompt], int, int], BeamReader],
     ) -> None:
         self.scorer = scorer
         self.searches = searches
@@ -202,6 +214,7 @@ class _Beams:
         self.beam = beam
         self.rules = rules
         self.tick = tick
+        self.reader = reader
         self.texts = list(range(len(searches)))  # which one each row is
         self.state = frontier(limits, self.longest, rules, beam.n)
         self.found: dict[int, list[Found]] = {}
@@ -212,7 +225,7 @@ class _Beams:
         """Search until every text is done."""
         prompts = [item.prompt for item in self.searches]
         with Coverage(self.scorer, self.beam.coverage) as coverage:
-            reading = Lineage(self.scorer, prompts, self.beam.beams, self.longest - 1)  # the last token is never read
+            reading = self.reader(self.scorer, prompts, self.beam.beams, self.longest - 1)  # the last is never read
             for length in range(1, self.longest + 1):
                 coverage.look(reading)
                 self.state, ids_BK, parents_BK = grow(self.state, self.rules, reading.scores_BJV, coverage.penalties())

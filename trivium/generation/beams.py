@@ -14,6 +14,7 @@ from trivium.generation.frontier import Frontier, Rules
 from trivium.generation.graphs import Arriving
 from trivium.generation.pool import STEPS, WORDS, Pool, Room, Wish, multiple
 from trivium.generation.scorer import Scorer, require_finite
+from trivium.parts.hooks import fingerprint
 
 BEHIND = 2  # steps by which the host's knowledge of what is done lags
 ROWS = 512  # texts at a time
@@ -45,7 +46,8 @@ class Pools:
         """A pool with that much room for these rules, of which `same` is the key; nobody else has it meanwhile."""
         weights = (tensor for model in scorer.models for tensor in (*model.parameters(), *model.buffers()))
         models = tuple(map(weakref.ref, scorer.models))  # weakly: the pool is kept by the first of them
-        key = (same, room, models, tuple((tensor.data_ptr(), tensor.dtype) for tensor in weights))
+        modules = tuple(map(fingerprint, scorer.models))
+        key = (same, room, models, modules, tuple((tensor.data_ptr(), tensor.dtype) for tensor in weights))
         kept, self._kept = self._kept, None
         if kept is None or kept[0] != key:
             kept = None  # before the new one is made: only one is in memory

@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from trivium.errors import RequestError
+from trivium.generation.checks import items_of, texts_of
 from trivium.generation.engine import evaluating
 from trivium.generation.scorer import right_padded
 from trivium.generation.states import frame_of, framed
+from trivium.generation.supports import even_batches
 from trivium.models.transformer import Transformer
-from trivium.parts.embeddings import Tokens
+from trivium.parts.options.embeddings import Tokens
 from trivium.parts.sentence import PooledSentence
 from trivium.text.tokenizer import Tokenizer
 
@@ -31,6 +34,16 @@ class Verdict(str):
         return self
 
 
+def pairs_of(given: object) -> list[Text]:
+    """The texts, and pairs of texts, that a caller gave: one of them, or several."""
+    several = [given] if isinstance(given, str | tuple) else items_of("texts", given, "a string or a list of strings")
+    for item in several:
+        if isinstance(item, tuple) and len(item) != 2:
+            raise RequestError(f"texts: a pair is a tuple of two texts, not of {len(item)}; give two")
+        texts_of("texts", [*item] if isinstance(item, tuple) else [item])
+    return cast("list[Text]", several)
+
+
 def classify(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[Text], labels: Sequence[str], *, batch: int = 64
 ) -> list[Verdict]:
@@ -44,10 +57,11 @@ def classify(
     classes = head.classify.out_features
     names = [*labels] if len(labels) == classes else [str(number) for number in range(classes)]
     rows, segments = _rows(model, tokenizer, texts)
-    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+    lengths = [(len(row),) for row in rows]
+    orders = [sorted(alike, key=lengths.__getitem__) for alike in even_batches([model], lengths)]
+    chunks = [order[first : first + batch] for order in orders for first in range(0, len(order), batch)]
     result: dict[int, Verdict] = {}
-    for first in range(0, len(order), batch):
-        chunk = order[first : first + batch]
+    for chunk in chunks:
         tokens_BT, real_BT = right_padded([rows[number] for number in chunk], model.device)
         segments_BT, _ = right_padded([segments[number] for number in chunk], model.device)
         told = isinstance(model.config.embedding, Tokens) and model.config.embedding.segments > 1

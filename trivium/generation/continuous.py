@@ -18,13 +18,14 @@ from trivium.generation.rows import Request, Row, Token
 from trivium.generation.scorer import Scorer, evaluating
 from trivium.generation.sizes import bucket
 from trivium.generation.slots import RING, Bank, able
+from trivium.generation.supports import require_slots
 from trivium.models.transformer import Transformer
 
 _PREFILL = 32_768  # prompt tokens, padding included, that are read at once
 
 
 def slotted(scorer: Scorer, requests: Sequence[Request]) -> bool:
-    """Whether these can be decoded in slots: one model without windows and biases at once, no log-probabilities.
+    """Whether these can be decoded in slots: one model that `able` takes, no log-probabilities.
 
     On a GPU it must be the one in use.
     """
@@ -73,8 +74,11 @@ class Engine:
     ) -> None:
         self._scorer = model if isinstance(model, Scorer) else Scorer(model)
         if not slotted(self._scorer, ()):
+            for one in self._scorer.models:
+                require_slots(one)
             raise RequestError(
-                "several models, windows together with biases, or a GPU that is not the one in use: "
+                "several models, windows together with biases, a layer that does not attend to the source, or a GPU "
+                "that is not the one in use: "
                 "these are not decoded in slots; use stream"
             )
         if slots < 1 or not 1 <= burst <= RING:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError
-from trivium.generation.lineage import Lineage
+from trivium.generation.lineage import BeamReader
 from trivium.generation.scorer import Scorer
 from trivium.models.transformer import Transformer
 from trivium.parts.attention import MultiHeadAttention
@@ -43,11 +43,11 @@ class Coverage:
         for hook in self._hooks:
             hook.remove()
 
-    def look(self, reading: Lineage) -> None:
+    def look(self, reading: BeamReader) -> None:
         """Add the attention of the step that was just read: the mean over heads and models."""
         if not self.weight:
             return
-        self._real_BW = reading.caches[0].memory_padding
+        self._real_BW = reading.source(0)[1]
         looks = [self._look(index, cross, reading) for index, cross in enumerate(self._across)]
         look_BJW = torch.stack(looks).mean(0)
         self._seen_BJW = look_BJW if self._seen_BJW is None else self._seen_BJW + look_BJW
@@ -78,17 +78,15 @@ class Coverage:
 
         return hear
 
-    def _look(self, index: int, cross: MultiHeadAttention, reading: Lineage) -> Tensor:
-        cache, query_BTD = reading.caches[index], self._queries[index]
-        across = cache.layers[-1].across
-        assert across is not None
+    def _look(self, index: int, cross: MultiHeadAttention, reading: BeamReader) -> Tensor:
+        (key_BGWE, real_BW), query_BTD = reading.source(index), self._queries[index]
         assert query_BTD is not None
         query_BJHE = _heads(reading.last(query_BTD), cross.size)
         query_BJHE = query_BJHE if cross.query_norm is None else cross.query_norm(query_BJHE)
-        key_BHWE = across[0].repeat_interleave(query_BJHE.shape[2] // cross.groups, dim=1)
+        key_BHWE = key_BGWE.repeat_interleave(query_BJHE.shape[2] // cross.groups, dim=1)
         score_BHJW: Tensor = (query_BJHE.transpose(1, 2) @ key_BHWE.mT).float() * cross.scale
-        if cache.memory_padding is not None:
-            score_BHJW = score_BHJW.masked_fill(~cache.memory_padding[:, None, None], float("-inf"))
+        if real_BW is not None:
+            score_BHJW = score_BHJW.masked_fill(~real_BW[:, None, None], float("-inf"))
         return score_BHJW.softmax(-1).mean(1)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.errors import RequestError
+from trivium.generation.checks import require_whole
 from trivium.generation.states import frame_of, framed, read
 from trivium.models.transformer import Transformer
 from trivium.text.tokenizer import Tokenizer
@@ -97,6 +98,7 @@ def embed_word(model: Transformer, tokenizer: Tokenizer, text: str, word: str, *
 
 def _place(text: str, word: str, occurrence: int) -> tuple[int, int]:
     """Where a word stands in a text, as a whole word."""
+    require_whole("occurrence", occurrence, None, None, "occurrences are counted from 0")
     found = [match.span() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text)] if word.strip() else []
     if not 0 <= occurrence < len(found):
         times = {0: "does not occur", 1: "occurs once"}.get(len(found), f"occurs {len(found)} times")
@@ -128,8 +130,7 @@ def _table(model: Transformer) -> Tensor:
 
 def neighbours(vectors: Tensor, candidates_ND: Tensor, names: Sequence[str], *, top: int = 10) -> list[list[Neighbour]]:
     """For each of the vectors [Q, D] the `top` candidates with the highest cosine, best first; of equals the first."""
-    if top < 1:
-        raise RequestError(f"top: {top} is less than 1; ask for at least one neighbour")
+    require_whole("top", top, 1, None, "ask for at least one neighbour")
     if vectors.shape[-1] != candidates_ND.shape[-1] or len(names) != len(candidates_ND):
         raise RequestError(
             f"vectors of {vectors.shape[-1]} numbers cannot be compared with {len(candidates_ND)} candidates of "

@@ -16,6 +16,7 @@ from trivium.generation.rows import Reason, Request, Row, Token
 from trivium.generation.sampling import Sampling, distribution, draw, penalise
 from trivium.generation.scorer import Prompt, Reading, Scorer, allowed, evaluating, require_finite
 from trivium.generation.sizes import bucket
+from trivium.generation.supports import even_batches
 from trivium.models.transformer import Transformer
 
 __all__ = ["Reason", "Request", "Stream", "Token", "continuous", "evaluating", "logprobs_of", "stream"]
@@ -54,7 +55,8 @@ def stream(
 
     With `slide` a row whose context is full goes on from its last context // 2 tokens. `vocab` > 0 forbids ids from
     there on: a model may have more rows in its output than its tokenizer has ids. `banned` ids are never written. On a
-    GPU at most `rows` run at a time; others join as rows end.
+    GPU at most `rows` run at a time; others join as rows end. If a mixer ignores masks, requests of equal length are
+    decoded together, one such batch after another.
     """
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     vocab = min(vocab or scorer.vocab, scorer.vocab)
@@ -79,11 +81,16 @@ def stream(
 
         return Stream(_run(engine, stopped), cancel)
     live = [Row(index, request) for index, request in enumerate(requests)]
+    lengths = [(len(request.ids), len(request.source)) for request in requests]
 
     def stop(row: int) -> None:
         live[row].done = True
 
-    return Stream(_decode(_Batch(scorer, live, vocab, banned), end, slide), stop)
+    def tokens() -> Generator[Token, None, None]:
+        for numbers in even_batches(scorer.models, lengths):
+            yield from _decode(_Batch(scorer, [live[number] for number in numbers], vocab, banned), end, slide)
+
+    return Stream(tokens(), stop)
 
 
 def continuous(scorer: Scorer, requests: Sequence[Request], *, slide: bool = False) -> bool:

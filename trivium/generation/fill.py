@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError
+from trivium.generation.checks import require_whole
 from trivium.generation.scorer import require_finite
 from trivium.generation.states import frame_of, framed, read
 from trivium.models.transformer import Transformer
@@ -44,8 +45,7 @@ def fill(
         )
     if MASK not in tokenizer.specials:
         raise RequestError(f"the tokenizer has no special token {MASK}: this encoder was not trained to fill gaps")
-    if top < 1:
-        raise RequestError(f"top: {top} is less than 1; ask for at least one piece")
+    require_whole("top", top, 1, None, "ask for at least one piece")
     mask = tokenizer.specials[MASK]
     literal = tokenizer.piece(mask)
     for number, text in enumerate(texts, start=1):

@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.models.block import StandardBlock
+from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache, LayerCache, Slots
+from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.feedforward import ACTIVATIONS, GluFeedForward, MlpFeedForward
+from trivium.parts.hooks import any_hooks
 from trivium.parts.kernels import narrow, step
 from trivium.parts.kernels.batch import product
 from trivium.parts.kernels.decode import Turn, mix
@@ -27,7 +30,7 @@ from trivium.parts.linear import Linear
 from trivium.parts.norms import LayerNormed, RMSNormed
 from trivium.parts.output import SoftmaxOutput
 from trivium.parts.positions import LearnedPositions, Positions, RotaryPositions, SinusoidalPositions
-from trivium.parts.quantized import Packed, QuantizedLinear
+from trivium.parts.quantized import Packed, QuantizedLinear, TiedLinear
 from trivium.parts.residual import PreConnection
 
 _MOST = 64  # rows for which our own products are faster than the library's
@@ -202,6 +205,9 @@ def recognised(model: Transformer) -> bool:
     decoder, embedding, dtype = model.decoder, model.embedding, model.embedding.weight.dtype
     if decoder is None or model.encoder is not None or embedding.segments is not None or embedding.norm is not None:
         return False
+    # wrappers and parametrisations are other classes; weights alone say nothing of them, nor of hooks
+    if (type(model), type(decoder), type(embedding)) != (Transformer, PlainStack, TokenEmbedding) or any_hooks(model):
+        return False
     packed = [part for part in model.modules() if isinstance(part, QuantizedLinear)]
     levels = {id(tensor) for part in packed for tensor in (part.levels, part.scales)}
     floats = [parameter for parameter in model.parameters() if id(parameter) not in levels]
@@ -214,7 +220,10 @@ def recognised(model: Transformer) -> bool:
     added = [kind for kind in positions if kind in (LearnedPositions, SinusoidalPositions)]
     if not set(positions) <= known or len(added) > 1 or _scale_of(decoder.final) is None:
         return False
-    return type(model.output) is SoftmaxOutput and all(_known(block) for block in decoder.blocks)
+    output = model.output
+    if type(output) is not SoftmaxOutput or type(output.project) not in (Linear, QuantizedLinear, TiedLinear):
+        return False
+    return all(_known(block) for block in decoder.blocks)
 
 
 def _known(block: nn.Module) -> bool:
@@ -224,7 +233,9 @@ def _known(block: nn.Module) -> bool:
         if type(around) is not PreConnection or _scale_of(around.norm) is None:
             return False
     part, network = block.attention, block.feedforward
-    if not isinstance(network, MlpFeedForward | GluFeedForward) or _name(network) not in step.ACTIVATIONS:
+    if type(network) is not MlpFeedForward and type(network) is not GluFeedForward:
+        return False
+    if _name(network) not in step.ACTIVATIONS:
         return False
     if type(part) is not MultiHeadAttention or part.query_norm is not None or part.size != part.value_size:
         return False

@@ -83,10 +83,13 @@ class Recorder:
 
 @final
 class Graphs:
-    """Work on fixed tensors, by a key: the second time it is captured, from then on replayed; plain on a CPU."""
+    """Work on fixed tensors, by a key: the second time it is captured, from then on replayed.
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    On a CPU nothing is captured, nor with `on` false.
+    """
+
+    def __init__(self, device: torch.device, *, on: bool = True) -> None:
+        self._cuda = device.type == "cuda" and on
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._recorder = Recorder()

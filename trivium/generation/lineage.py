@@ -1,9 +1,11 @@
-"""A model that reads the beams of a text as so many tokens of one row, each seeing only what it continues.
+"""Two ways to read the beams of a text: as tokens of one row with a mask, or as rows of the cache that are copied.
 
-Nothing is copied when beams change places, and the beams of a text share its prompt and its source.
+The first copies nothing when beams change places, and the beams of a text share its prompt and its source; it needs
+mixers that obey masks. The second is right for every mixer that can decode.
 """
 
-# B texts, K beams, T prompt tokens, S tokens read so far of all beams, W source tokens, D width, V vocabulary
+# B texts, K beams, J beams so far (1, then K), T prompt tokens, S tokens read so far of all beams, W source tokens,
+# G key/value heads, E head size, D width, V vocabulary, R rows of the cache
 
 from __future__ import annotations
 
@@ -52,6 +54,43 @@ class Seen:
 
 
 @final
+class RowBeams:
+    """As `Lineage`, except that a beam is a row of the cache, and rows are copied when beams change places.
+
+    The prompts must be equally long.
+    """
+
+    def __init__(self, scorer: Scorer, prompts: Sequence[Prompt], beams: int, room: int) -> None:
+        """Read the prompts; up to `room` steps may follow."""
+        self._reading, scores_BV = scorer.open(prompts, room)
+        self._beams, self._each = beams, 1
+        self._rows_R = torch.arange(len(prompts), device=scorer.device)
+        self.scores_BJV = scores_BV[:, None]
+
+    def next(self, ids_BK: Tensor, parents_BK: Tensor) -> None:
+        first_B1 = self._each * torch.arange(len(ids_BK), device=ids_BK.device)[:, None]
+        self._reading.keep(self._rows_R[(first_B1 + parents_BK).flatten()])
+        scores_RV = self._reading.next(ids_BK.reshape(-1, 1))
+        self._each = self._beams
+        self._rows_R = torch.arange(len(scores_RV), device=ids_BK.device)
+        self.scores_BJV = scores_RV.view(*ids_BK.shape, -1)
+
+    def keep(self, rows_B: Tensor) -> None:
+        self._rows_R = self._rows_R.view(-1, self._each)[rows_B].flatten()  # the cache follows with the next token
+
+    def last(self, x_RTD: Tensor) -> Tensor:
+        """Of what a layer has just made of new tokens that which something follows, [B, J, D]."""
+        return x_RTD[:, -1].reshape(-1, self._each, x_RTD.shape[2])
+
+    def source(self, model: int) -> tuple[Tensor, Tensor | None]:
+        cache = self._reading.caches[model]
+        across = cache.layers[-1].across
+        assert across is not None
+        padding = cache.memory_padding
+        return across[0][:: self._each], None if padding is None else padding[:: self._each]
+
+
+@final
 class Lineage:
     """Texts in the middle of a beam search: what every model has read of their beams."""
 
@@ -82,6 +121,12 @@ class Lineage:
             scores.append(model.head.logits(self.last(states.hidden)).float())
         self.scores_BJV = vote(scores, scorer.vocab)
 
+    def source(self, model: int) -> tuple[Tensor, Tensor | None]:
+        """The keys [B, G, W, E] of the source in a model's last layer, and which of the W are real [B, W]."""
+        across = self.caches[model].layers[-1].across
+        assert across is not None
+        return across[0], self.caches[model].memory_padding
+
     def last(self, x_BTD: Tensor) -> Tensor:
         """Of the tokens that were just read those that something follows: the end of each prompt, or all beams."""
         if self.ends_B1 is None:
@@ -108,6 +153,9 @@ class Lineage:
             cache.keep(rows_B)
         self.seen_BKS = self.seen_BKS[rows_B]
         self.at_B1 = self.at_B1[rows_B]
+
+
+BeamReader = Lineage | RowBeams
 
 
 def read_beams(model: Transformer, cache: Cache, ids_BK: Tensor, at_BK: Tensor, seen_BKS: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ from trivium.generation.lineage import Seen, vote
 from trivium.generation.scorer import Scorer
 from trivium.generation.slots import direct
 from trivium.models.transformer import Transformer
-from trivium.parts.cache import Cache, Shape
+from trivium.parts.cache import Cache
+from trivium.parts.hooks import any_hooks
 from trivium.parts.masks import Resolved
+from trivium.parts.options.attention import Shape
 
 STEPS, WORDS = 16, 16  # graphs are made for whole multiples of so many steps and source tokens
 GRAPHS = 256  # at most: each holds some megabytes of the device
@@ -160,7 +162,7 @@ class Pool:
             )
         self.group = max(1, room.rows // 8)  # texts that join together
         self.given: dict[int, Tensor] = {}  # [N, 4 + W] what they are, by the number of source tokens
-        self.graphs = Graphs(device)
+        self.graphs = Graphs(device, on=not any_hooks(*scorer.models))
         self.known: set[Hashable] = set()  # the keys of those
 
     @property

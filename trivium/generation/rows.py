@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from trivium.errors import RequestError
+from trivium.generation.checks import TOKENS, require_whole
 from trivium.generation.sampling import Sampling, Uniforms
 from trivium.generation.scorer import Prompt
 
@@ -28,10 +29,9 @@ class Request:
     def __post_init__(self) -> None:
         if not self.ids:
             raise RequestError("the prompt has no tokens; begin an empty one with the END id")
-        if self.tokens < 1:
-            raise RequestError(f"tokens: {self.tokens} is less than 1; ask for at least one new token")
-        if self.logprobs < 0:
-            raise RequestError(f"logprobs: {self.logprobs} is negative; 0 gives none")
+        require_whole("tokens", self.tokens, 1, TOKENS, f"ask for 1 to {TOKENS:,} new tokens")
+        require_whole("logprobs", self.logprobs, 0, None, "0 gives none")
+        require_whole("seed", self.seed, None, None, "any whole number will do")
 
     @property
     def prompt(self) -> Prompt:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trivium.errors import RequestError
+from trivium.generation.checks import require_number, require_whole
 from trivium.parts.attention import TRITON
 
 
@@ -32,16 +32,12 @@ class Sampling:
     repetition_penalty: float = 1.0  # above 1 makes tokens that were already seen less likely
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise RequestError(f"temperature: {self.temperature} is not a number from 0 (greedy) upwards; try 0.8")
-        if self.top_k < 0:
-            raise RequestError(f"top_k: {self.top_k} is negative; 0 keeps every token")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p: {self.top_p} is not above 0 and at most 1; 1 keeps every token")
-        if not 0 <= self.min_p <= 1:
-            raise RequestError(f"min_p: {self.min_p} is not between 0 and 1; 0 keeps every token")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise RequestError(f"repetition_penalty: {self.repetition_penalty} is not above 0; 1 is no penalty")
+        require_number("temperature", self.temperature, 0, 1_000_000, "0 is greedy, try 0.8")
+        require_whole("top_k", self.top_k, 0, None, "0 keeps every token")
+        require_number("top_p", self.top_p, 0, 1, "1 keeps every token", above=True)
+        require_number("min_p", self.min_p, 0, 1, "0 keeps every token")
+        # beyond these scores could overflow; 1.1 is strong already
+        require_number("repetition_penalty", self.repetition_penalty, 0.01, 100, "1 is no penalty")
 
     @property
     def greedy(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import CheckpointError, RequestError
+from trivium.generation.supports import require_decoding
 from trivium.models.transformer import States, Transformer
 from trivium.parts.cache import Cache
 
@@ -52,6 +53,7 @@ class Scorer:
             raise RequestError(
                 "an encoder sees both sides of every token, so it cannot continue a text; load a decoder"
             )
+        require_decoding(*self.models)
         for prompt in prompts:
             if self.family == "encoder-decoder" and not prompt.source:
                 raise RequestError("an encoder-decoder writes from a source text, it does not continue a prompt")

@@ -21,10 +21,12 @@ from trivium.generation.graphs import Landing, Recorder, differ
 from trivium.generation.prompts import Captures, Joining, Size, tell
 from trivium.generation.rows import Row
 from trivium.generation.scorer import evaluating, right_padded
+from trivium.generation.supports import supports_slots
 from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
 from trivium.parts.attention import TRITON, MultiHeadAttention
 from trivium.parts.cache import Cache, Slots
+from trivium.parts.hooks import any_hooks
 from trivium.parts.positions import BothPositions, Positions
 
 if TYPE_CHECKING:
@@ -40,8 +42,11 @@ _LARGE = 8192  # without a graph: the host, which starts kernel after kernel, mi
 
 
 def direct(model: Transformer) -> bool:
-    """Whether positions leave the scores of attention alone, so that a row's length says all about what it sees."""
-    return all(map(_direct, cast("list[Positions]", list(cast(PlainStack, model.decoder).positions))))
+    """Whether a row's length says all about what it sees: attention asks the cache, positions leave scores alone."""
+    decoder = cast(PlainStack, model.decoder)
+    if not all(isinstance(getattr(block, "attention", None), MultiHeadAttention) for block in decoder.blocks):
+        return False  # a mixer of another package looks at the mask
+    return all(map(_direct, cast("list[Positions]", list(decoder.positions))))
 
 
 def _direct(position: Positions) -> bool:
@@ -52,8 +57,10 @@ def _direct(position: Positions) -> bool:
 
 
 def able(model: Transformer) -> bool:
-    """Whether a model can be decoded in slots: not one with windows and biases at once."""
-    return model.decoder is not None and (direct(model) or not any(model.decoder.windows))
+    """Whether a model can be decoded in slots: its mixers obey masks, and it has not windows and biases at once."""
+    if model.decoder is None or not supports_slots(model):
+        return False
+    return direct(model) or not any(model.decoder.windows)
 
 
 class Bank:
@@ -66,7 +73,9 @@ class Bank:
         device, decoder = model.device, cast(PlainStack, model.decoder)
         self._model, self.device, self.longest = weakref.ref(model), device, longest
         self.key: Hashable = None  # what its graphs depend on
-        kernels = device.type == "cuda" and TRITON
+        # a captured graph would call hooks no more
+        self.eager = device.type != "cuda" or any_hooks(model)
+        kernels = not self.eager and TRITON
         self.slots = Slots(slots, longest, device, direct=direct(model), kernel=kernels)
         shapes, dtype = decoder.cache_shapes, model.embedding.weight.dtype
         self.cache = Cache(slots, longest, shapes, device, dtype, self.slots, decoder.windows)
@@ -81,7 +90,7 @@ class Bank:
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self.readings: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # graphs that read so many tokens
         self._tokens: dict[int, Tensor] = {}
-        self._read = Captures(on=device.type == "cuda")  # graphs that read prompts
+        self._read = Captures(on=not self.eager)  # graphs that read prompts
         self._fused: Fused | None = None
         self._reads: bool | None = None  # whether fused kernels read prompts right; None before the first
         if source:
@@ -172,7 +181,7 @@ class Bank:
     def step(self, kind: Kind) -> None:
         """One more token for every row; on a GPU the host does not wait for it."""
         self.written += 1
-        if self.device.type != "cuda":
+        if self.eager:
             self.advance(kind)
             return
         if kind not in self._graphs:

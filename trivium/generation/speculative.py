@@ -22,6 +22,7 @@ from trivium.generation.rows import Row
 from trivium.generation.sampling import Sampling, distribution, draw, penalise
 from trivium.generation.scorer import Scorer, allowed, evaluating, require_finite
 from trivium.generation.slots import direct
+from trivium.generation.supports import require_roll_back, supports_slots
 from trivium.generation.verify import SlotReader
 from trivium.models.transformer import Transformer
 
@@ -113,7 +114,7 @@ class Reader:
 
 def reader_of(model: Transformer, source: Sequence[int], longest: int) -> Reader | SlotReader:
     """Whoever reads a row fastest: on the GPU in use captured graphs: one token costs as many launches as many."""
-    if current(model.device) and direct(model):
+    if current(model.device) and supports_slots(model) and direct(model):
         return SlotReader(model, source, longest, MOST + 1)
     return Reader(model, source, longest)
 
@@ -228,6 +229,7 @@ def speculative(
         raise RequestError(f'speculate: {speculate!r} is neither "lookup" nor a model')
     vocab = min(vocab or scorer.vocab, scorer.vocab)
     scorer.check([request.prompt for request in requests], vocab)
+    require_roll_back(*scorer.models, *([speculate] if isinstance(speculate, Transformer) else []))
     longest = max((len(request.source) for request in requests), default=0)
     if isinstance(speculate, Transformer) and longest > speculate.config.context:
         raise RequestError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from trivium.errors import RequestError
 from trivium.generation.engine import evaluating
 from trivium.generation.scorer import right_padded
+from trivium.generation.supports import supports_padding
 from trivium.models.transformer import States, Transformer
 from trivium.text import framing
 from trivium.text.adopt import Frame
@@ -61,18 +62,23 @@ def read(model: Transformer, rows: Sequence[Sequence[int]], *, batch: int = 64) 
     At most `batch` texts are read at a time.
     """
     tokens = _TOKENS if model.device.type == "cpu" else 0
-    for chunk in _chunks([len(row) for row in rows], batch, tokens):
+    even = model.encoder is not None and not supports_padding(model)
+    for chunk in _chunks([len(row) for row in rows], batch, tokens, even=even):
         with evaluating(model), torch.inference_mode():
             tokens_BT, real_BT = right_padded([rows[index] for index in chunk], model.device)
             hidden_BTD = _states(model, tokens_BT, real_BT)
         yield Read(chunk, hidden_BTD, torch.ones_like(tokens_BT, dtype=torch.bool) if real_BT is None else real_BT)
 
 
-def _chunks(lengths: Sequence[int], most: int, tokens: int) -> Iterator[list[int]]:
-    """The numbers of all texts from short to long, at most `most` at a time, and so many `tokens` if that is not 0."""
+def _chunks(lengths: Sequence[int], most: int, tokens: int, *, even: bool) -> Iterator[list[int]]:
+    """The numbers of all texts from short to long, at most `most` at a time, and so many `tokens` if that is not 0.
+
+    With `even` only texts of one length come together.
+    """
     chunk: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-        if len(chunk) == most or (chunk and tokens and (len(chunk) + 1) * lengths[index] > tokens):
+        full = len(chunk) == most or (chunk and tokens and (len(chunk) + 1) * lengths[index] > tokens)
+        if full or (chunk and even and lengths[index] != lengths[chunk[0]]):
             yield chunk
             chunk = []
         chunk.append(index)
@@ -114,6 +120,8 @@ def logits_of(
             raise RequestError("this model has no segments: leave segments= out")
         inputs["segments"] = _beside("segments", segments, tokens, len(kinds) - 1)
     if padding is not None:
+        if not supports_padding(model):
+            raise RequestError("padding: a mixer of this model does not obey masks; leave it out, ask for rows alone")
         inputs["source_padding" if two else "padding"] = _beside("padding", padding, first, 1).bool()
     inputs = {name: given[None] if single else given for name, given in inputs.items()}
     with evaluating(model), torch.inference_mode():
@@ -126,7 +134,7 @@ def _beside(name: str, given: Ids, ids: Tensor, most: int) -> Tensor:
     """A number from 0 to `most` for each of the ids."""
     try:
         numbers = torch.as_tensor(given, device=ids.device)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RuntimeError, OverflowError):
         raise RequestError(f"{name}: its rows are not equally long; its shape must be that of the ids") from None
     if numbers.shape != ids.shape:
         raise RequestError(f"{name}: its shape must be that of the ids, {list(ids.shape)}")
@@ -144,8 +152,12 @@ def _tensor(model: Transformer, ids: Ids) -> Tensor:
         tokens = torch.as_tensor(ids, device=model.device)
     except (ValueError, TypeError):
         raise RequestError("logits takes rows of ids that are equally long; pad them or ask one by one") from None
-    if not tokens.numel() or tokens.is_floating_point() or tokens.ndim > 2:
+    except (RuntimeError, OverflowError):  # what no tensor can be made of, such as None
+        raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one") from None
+    whole = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+    if not whole or not tokens.numel() or tokens.ndim not in (1, 2) or tokens.layout != torch.strided:
         raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one")
+    tokens = tokens.long()  # one of 64 unsigned bits that is too large becomes negative
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.config.vocab:
         raise RequestError(f"an id is outside the model's vocabulary of {model.config.vocab}")
     return tokens

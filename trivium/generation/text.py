@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any, Literal
 
 from trivium.errors import RequestError
+from trivium.generation.checks import SAMPLES, require_whole, texts_of
 from trivium.generation.engine import Request, Stream, Token, continuous, stream
 from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Prompt, Scorer
 from trivium.generation.speculative import Speculate, speculative
 from trivium.models.transformer import Transformer
-from trivium.objectives.objective import PAD
+from trivium.objectives.options import PAD
 from trivium.text.framing import frame_of
 from trivium.text.stream import TextStream
 from trivium.text.tokenizer import Tokenizer
@@ -142,7 +143,9 @@ def prompt_of(scorer: Scorer, tokenizer: Tokenizer, text: str, *, language: str 
         return Prompt(ids=(*frame.before, *ids) or (tokenizer.begin,))
     ids = [*_towards(tokenizer, text, language), *ids]
     if not frame.start:
-        raise RequestError(f"the tokenizer has no special token {PAD}, with which a decoder behind a source begins")
+        raise RequestError(
+            f"the tokenizer has no special token {PAD}, which a decoder with a source starts from; load another"
+        )
     return Prompt(ids=frame.start, source=(*frame.before, *ids, *frame.after))
 
 
@@ -194,8 +197,7 @@ def complete(
 
     `stop_ids` end a text as the END id does. With `speculate` rows come one after another, several tokens at once.
     """
-    if n < 1:
-        raise RequestError(f"n: {n} is less than 1; ask for at least one sample")
+    require_whole("n", n, 1, SAMPLES, f"ask for 1 to {SAMPLES:,} samples")
     _check(stop)
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     read = [prompt_of(scorer, tokenizer, prompt) for prompt in prompts]
@@ -282,5 +284,5 @@ def _request(
 def _check(stop: Sequence[str]) -> None:
     if isinstance(stop, str):
         raise RequestError(f"stop: {stop!r} is one string; give a list, [{stop!r}]")
-    if "" in stop:
+    if "" in texts_of("stop", stop):
         raise RequestError('stop: "" is in every text; leave it out')

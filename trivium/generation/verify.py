@@ -72,7 +72,7 @@ class SlotReader:
             return bank.read_on(bank.tokens(count))[0]
 
         fast, plain = (bank.scores, bank.forward) if count == 1 else (several, several)
-        if bank.device.type != "cuda":
+        if bank.eager:
             return fast()
         if count not in bank.readings:
             bank.readings[count] = bank.recorded(fast, plain, lambda: None)

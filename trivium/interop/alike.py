@@ -8,15 +8,16 @@ from typing import Any
 
 from trivium import config as settings
 from trivium.errors import shown
-from trivium.models.block import AnyBlock, Block, Parallel
 from trivium.models.config import ModelConfig, Stack
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu, Mlp
-from trivium.parts.positions import NoScaling, Ntk, Rotary
+from trivium.models.options import AnyBlock, Block, Parallel
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.scaling import NoScaling, Ntk
 from trivium.parts.site import Site
 
-_TRAINING = ("dropout", "omit", "init")  # settings that only training reads
+_TRAINING = ("dropout", "omit", "init", "fixed")  # settings that only training reads
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:

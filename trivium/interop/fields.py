@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from trivium.errors import CheckpointError, shown
-from trivium.parts.feedforward import Activation
+from trivium.parts.options.feedforward import Activation
 from trivium.parts.site import MOST
 
 T = TypeVar("T")

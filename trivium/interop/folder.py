@@ -18,7 +18,7 @@ from trivium.interop.foreign import Foreign, Say, Tick
 from trivium.interop.names import SAME, Rules
 from trivium.interop.pooling import MODULES, pooling
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Lay, Transformer, build, empty, weights
+from trivium.models.transformer import Lay, Transformer, empty, shapes_of, weights
 from trivium.text.published import read_tokenizer
 from trivium.text.tokenizer import Tokenizer
 
@@ -29,9 +29,9 @@ _LONGEST = 1 << 20  # bytes of a chat template
 _CLASSES = 100_000
 
 
-def open_folder(folder: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None) -> Foreign:
+def open_folder(folder: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None, fill: bool = True) -> Foreign:
     """The model in a folder: every shape is checked before a tensor is read, and no number is held twice."""
-    module, notes = open_model(folder, tick=tick, lay=lay)
+    module, notes = open_model(folder, tick=tick, lay=lay, fill=fill)
     if notes["ignored"]:
         say(f"settings of {folder / CONFIG} that were not read: {listed(notes['ignored'])}")
     sentences = pooling(folder)
@@ -42,7 +42,9 @@ def open_folder(folder: Path, *, say: Say, tick: Tick, lay: Lay = lambda module:
     return Foreign(module, _tokenizer(folder, module.config.vocab, say), notes)
 
 
-def open_model(folder: Path, *, tick: Tick, lay: Lay = lambda module: None) -> tuple[Transformer, dict[str, Any]]:
+def open_model(
+    folder: Path, *, tick: Tick, lay: Lay = lambda module: None, fill: bool = True
+) -> tuple[Transformer, dict[str, Any]]:
     """The model alone and the notes on it, without looking for a tokenizer."""
     where = shards.within(folder, CONFIG)
     table = shards.json_table(where)
@@ -57,7 +59,7 @@ def open_model(folder: Path, *, tick: Tick, lay: Lay = lambda module: None) -> t
                 f"{where} asks for {config.layers} layers, more than there are tensors; fetch it again"
             )
         hint = _hint(table, architecture.write(config))
-        module = filled(config, architecture.rules(config), found, str(folder), tick, lay, hint)
+        module = filled(config, architecture.rules(config), found, str(folder), tick, lay, hint, fill=fill)
     except ConfigError as error:
         raise CheckpointError(f"{where} cannot be used: {error.problems[0]}") from None
     notes = {
@@ -88,14 +90,18 @@ def filled(
     tick: Tick,
     lay: Lay,
     hint: str = "",
+    *,
+    fill: bool = True,
 ) -> Transformer:
     """A model of `config` in evaluation mode with the tensors that `rules` find, or else a refusal with the `hint`."""
-    shapes = {name: entry.shape for name, entry in found.items()}
-    plan = rules.match(shapes, weights(build(config, device="meta")), where, hint=hint)
+    shapes, bare = {name: entry.shape for name, entry in found.items()}, shapes_of(config)
+    plan = rules.match(shapes, weights(bare), where, hint=hint)
     for step in plan.steps:
         shards.check(step.source, found[step.source])
     for copy, original in plan.copies:
         _same_numbers(found, copy, original, where)
+    if not fill:
+        return bare.eval()
     module = empty(config)
     lay(module)
     own = weights(module)

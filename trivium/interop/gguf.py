@@ -26,10 +26,10 @@ from trivium.interop.names import Plan, Rule, Rules, Same, attention, same
 from trivium.interop.quants import dequantise
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets.llama import Shape, llama
-from trivium.models.transformer import Lay, Transformer, build, empty, weights
-from trivium.parts.attention import MultiHead
-from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Scaling, Yarn
-from trivium.parts.positions.scaling import plain
+from trivium.models.transformer import Lay, Transformer, empty, shapes_of, weights
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn, plain
 
 FREQUENCIES = "rope_freqs.weight"  # what LLaMA 3.1 and later divide each frequency by
 
@@ -87,7 +87,7 @@ def rules(config: ModelConfig, kind: Kind) -> Rules:
     return Rules(table=table, copies={}, ignored=(FREQUENCIES,))
 
 
-def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None) -> Foreign:
+def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None, fill: bool = True) -> Foreign:
     """The model in a GGUF file in float32, whatever the format of its numbers, and its tokenizer."""
     with GgufFile(path) as file:
         name = file.settings.get("general.architecture")
@@ -101,15 +101,16 @@ def open_gguf(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: Non
         fields = Fields(table, f"{path}: {name}")
         try:
             config = _config(file, fields, kind)
-            bare = build(config, device="meta")
+            bare = shapes_of(config)
         except ConfigError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.problems[0]}") from None
         shapes = {tensor: info.shape for tensor, info in file.tensors.items()}
         plan = rules(config, kind).match(shapes, weights(bare), str(path))
         tokenizer, notes = read_text(file.settings, config.vocab, str(path), say=say)
-        module = empty(config)
-        lay(module)
-        _fill(module, file, plan, tick)
+        module = empty(config) if fill else bare
+        if fill:
+            lay(module)
+            _fill(module, file, plan, tick)
     if fields.ignored:
         say(f"{path.name}: not read: {listed(fields.ignored)}")
     facts = {"format": "gguf", "architecture": name, "ignored": list(fields.ignored), **notes}

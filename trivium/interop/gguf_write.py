@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import CheckpointError, RequestError
-from trivium.files import sync_folder, temporary
+from trivium.files import exists_already, sync_folder, temporary
 from trivium.interop import proof
 from trivium.interop.architectures.architecture import first_block, like
 from trivium.interop.architectures.llama import QK_EPS
@@ -27,12 +27,12 @@ from trivium.interop.proof import Mismatch
 from trivium.interop.quants import FORMATS, Format, q8_0
 from trivium.models.config import ModelConfig
 from trivium.models.presets.llama import Shape
-from trivium.models.transformer import Transformer, build, weights
-from trivium.parts.attention import MultiHead
-from trivium.parts.feedforward import Glu
-from trivium.parts.norms import RMSNorm
-from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Scaling, Yarn
-from trivium.parts.positions.scaling import plain
+from trivium.models.transformer import Transformer, shapes_of, weights
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.feedforward import Glu
+from trivium.parts.options.norms import RMSNorm
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn, plain
 from trivium.text.tokenizer import Tokenizer
 
 Bits = Literal[32, 16, 8]
@@ -71,9 +71,9 @@ def export_gguf(
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; name a file in it, such as {path / 'model.gguf'}")
     if path.exists():
-        raise CheckpointError(f"{path} already exists; delete it or name another file")
+        raise CheckpointError(exists_already(path))
     target = find(module.config)
-    meta = build(module.config, device="meta")
+    meta = shapes_of(module.config)
     if weights(module).keys() != weights(meta).keys():
         raise RequestError("this model has adapters or quantised weights; merge them, or export the model it came from")
     settings = _settings(target, bits)

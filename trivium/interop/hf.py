@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trivium.errors import CheckpointError, RequestError
-from trivium.files import sync_folder, temporary, write_synced
+from trivium.files import exists_already, sync_folder, temporary, write_synced
 from trivium.interop import proof, shards
 from trivium.interop.alike import resolved
 from trivium.interop.architectures import ARCHITECTURES
@@ -22,9 +22,9 @@ from trivium.interop.fields import Fields
 from trivium.interop.folder import CONFIG, GENERATION, open_model
 from trivium.interop.foreign import Say
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Transformer, build, weights
-from trivium.objectives.hiding import PADDING
-from trivium.parts.embeddings import Tokens
+from trivium.models.transformer import Transformer, shapes_of, weights
+from trivium.objectives.options import PADDING
+from trivium.parts.options.embeddings import Tokens
 from trivium.text.adopt import Frame
 from trivium.text.framing import PAD, frame_of
 from trivium.text.missing import MissingTokenizer
@@ -59,7 +59,7 @@ def export_folder(
     `labels` name the classes of a classifier.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} already exists; delete it or name another folder")
+        raise CheckpointError(exists_already(folder))
     tokenizer = None if isinstance(tokenizer, MissingTokenizer) else tokenizer
     target = _labelled(find(module.config), labels)
     frame = Frame() if tokenizer is None else frame_of(module.config.family, tokenizer)
@@ -97,7 +97,7 @@ def _labelled(target: Target, labels: Sequence[str]) -> Target:
 
 def find(config: ModelConfig) -> Target:
     """The first architecture whose settings, read back, compute the same; else the nearest one names what it lacks."""
-    plain, own = resolved(config), weights(build(config, device="meta"))
+    plain, own = resolved(config), weights(shapes_of(config))
 
     def reading(architecture: Architecture) -> ModelConfig:
         fields = Fields(architecture.write(plain), CONFIG)
@@ -116,7 +116,7 @@ def _write(
     module: Transformer, folder: Path, target: Target, special: Mapping[str, Sequence[int]], own_ids: bool
 ) -> None:
     own = weights(module)
-    plain = weights(build(module.config, device="meta"))
+    plain = weights(shapes_of(module.config))
     if own.keys() != plain.keys():
         raise RequestError("this model has adapters or quantised weights; merge them, or export the model it came from")
     rules = target.architecture.rules(module.config)

@@ -18,7 +18,7 @@ from trivium.files import read_inside
 from trivium.interop.foreign import Foreign, Say, Tick
 from trivium.interop.gguf import Pairs
 from trivium.models.presets.llama import Shape, llama
-from trivium.models.transformer import Lay, build, empty, weights
+from trivium.models.transformer import Lay, empty, shapes_of, weights
 from trivium.parts.site import MOST
 from trivium.text.adopt import Frame, Roles
 from trivium.text.library import SPACE
@@ -47,16 +47,16 @@ class _Header(NamedTuple):
     start: int  # where they begin
 
 
-def open_llama2c(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None) -> Foreign:
+def open_llama2c(path: Path, *, say: Say, tick: Tick, lay: Lay = lambda module: None, fill: bool = True) -> Foreign:
     """The model in a llama2.c file, and the tokenizer of `tokNNN.bin` (NNN ids) or `tokenizer.bin` beside it."""
     try:
         with path.open("rb") as file:
-            return _open(path, file, tick, lay)
+            return _open(path, file, tick, lay, fill)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _open(path: Path, file: BufferedReader, tick: Tick, lay: Lay) -> Foreign:
+def _open(path: Path, file: BufferedReader, tick: Tick, lay: Lay, fill: bool) -> Foreign:
     header = _header(path, file.read(_HEADER))
     shape = header.shape
     held = header.start + 4 * sum(_numbers(name, shape) for name in header.order)
@@ -67,16 +67,17 @@ def _open(path: Path, file: BufferedReader, tick: Tick, lay: Lay) -> Foreign:
         )
     try:
         config = llama(shape)
-        own = weights(build(config, device="meta"))
+        own = weights(shapes_of(config))
     except ConfigError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.problems[0]}") from None
     names = list(_each(header.order, shape.layers))
     assert {name for name in names if name} == own.keys()
-    module = empty(config)
-    lay(module)  # before it is filled: nothing is held twice
+    module = empty(config) if fill else shapes_of(config)
+    if fill:
+        lay(module)  # before it is filled: nothing is held twice
     own = weights(module)
     file.seek(header.start)
-    for done, name in enumerate(names):
+    for done, name in enumerate(names if fill else []):
         if name:
             _read(path, file, own[name], _form(name, shape))
         else:

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from trivium.errors import CheckpointError, RequestError
-from trivium.files import remove, sync_file, sync_folder, temporary, write_synced
+from trivium.errors import CheckpointError, RequestError, pip_install
+from trivium.files import exists_already, remove, sync_file, sync_folder, temporary, write_synced
 from trivium.interop.foreign import Say
 from trivium.interop.proof import Mismatch
 from trivium.models.transformer import Transformer, empty, load_weights, weights
 from trivium.objectives.masked import CLASS, SEPARATOR
-from trivium.objectives.objective import PAD
+from trivium.objectives.options import PAD
 from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.output import NoOutput
+from trivium.parts.options.output import NoOutput
 from trivium.parts.sentence import PooledSentence
 from trivium.text.published import write_tokenizer
 from trivium.text.tokenizer import Tokenizer
@@ -81,9 +81,9 @@ def export_onnx(module: Transformer, tokenizer: Tokenizer | None, folder: Path, 
 def _check(module: Transformer, folder: Path) -> None:
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise RequestError(f"an ONNX export needs {' and '.join(missing)}; type pip install 'trivium[export]'")
+        raise RequestError(f"an ONNX export needs {' and '.join(missing)}; type `{pip_install(*missing)}`")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} already exists; delete it or name another folder")
+        raise CheckpointError(exists_already(folder))
     if module.config.context < 4:  # tracing tells lengths from constants only if both can vary
         raise RequestError(f"a context of {module.config.context} is too short for a graph of any length; 4 is enough")
 

@@ -14,7 +14,7 @@ from trivium.errors import CheckpointError, ConfigError, TriviumError
 from trivium.interop.alike import differences
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import Transformer
-from trivium.parts.output import NoOutput
+from trivium.parts.options.output import NoOutput
 from trivium.parts.sentence import PooledSentence
 
 _NEAR = 1e-5  # of the largest logit: the numbers are the same, only the order of a sum may differ

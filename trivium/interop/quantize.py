@@ -12,6 +12,7 @@ from trivium.checkpoints import bundle
 from trivium.checkpoints.bundle import Bundle
 from trivium.checkpoints.model_files import has_model
 from trivium.errors import RequestError
+from trivium.files import exists_already
 from trivium.interop.foreign import Tick
 from trivium.models.transformer import Transformer, weights
 from trivium.parts import quantized
@@ -109,7 +110,7 @@ def export_bits(
     """Quantise a model in place and save it; `score` (bits per byte, say) hears the floats and what was read back."""
     checked(bits)
     if has_model(folder) or (folder / "config.toml").exists():
-        raise RequestError(f"{folder} already holds a model; name another folder")
+        raise RequestError(exists_already(folder))
     if folder.is_file():
         raise RequestError(f"{folder} is a file; name a folder to save the model in")
     before = score(found.module)

@@ -2,120 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from trivium.config import fraction, place
-from trivium.parts.attention import ATTENTIONS, Attention, MultiHead, MultiHeadAttention
+from trivium.models.options import Block, Parallel
+from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import LayerCache
 from trivium.parts.dropout import dropout, locked
-from trivium.parts.feedforward import FEEDFORWARDS, FeedForward, GluFeedForward, Mlp, MlpFeedForward
+from trivium.parts.feedforward import GluFeedForward, MlpFeedForward
+from trivium.parts.hooks import has_hooks
 from trivium.parts.linear import Linear, lent
 from trivium.parts.masks import Resolved
-from trivium.parts.norms import NORMS, LayerNorm, Norm
-from trivium.parts.positions import POSITIONS, Learned, Position, Positions
-from trivium.parts.residual import RESIDUALS, Connection, Fork, PostConnection, Pre, Residual
-from trivium.parts.site import Cost, NoPart, Site
+from trivium.parts.positions import Positions
+from trivium.parts.residual import Connection, Fork, PostConnection
+from trivium.parts.site import NoPart, Site
 
 # Parts that can leave the gradient of their last bias to the norm behind them.
 LENDERS = (MultiHeadAttention, MlpFeedForward, GluFeedForward)
-
-
-class AnyBlock(Protocol):
-    """The options of one layer, whatever its wiring."""
-
-    @property
-    def attention(self) -> Attention: ...
-    @property
-    def cross(self) -> Attention | NoPart: ...
-    @property
-    def position(self) -> Position: ...
-    def costs(self, site: Site) -> Iterator[tuple[str, Callable[[], Cost]]]:
-        """Each part's name and a function that gives its cost here, or refuses."""
-
-    def build(self, site: Site) -> nn.Module: ...
-    def final(self, site: Site) -> nn.Module:
-        """The norm after the last of such layers."""
-
-    def final_cost(self, site: Site) -> Cost: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """One layer: self-attention, cross-attention where there is a source, and a feed-forward network."""
-
-    attention: Attention = place(ATTENTIONS, MultiHead())
-    cross: Attention | NoPart = place({"none": NoPart, **ATTENTIONS}, NoPart())
-    feedforward: FeedForward = place(FEEDFORWARDS, Mlp())
-    norm: Norm = place(NORMS, LayerNorm())
-    residual: Residual = place(RESIDUALS, Pre())
-    position: Position = place(POSITIONS, Learned())
-    dropout: float = 0.0  # of each sub-layer's output
-    lock: float = 0.0  # share of its features that a row loses in all of its places (Gal and Ghahramani)
-
-    def __post_init__(self) -> None:
-        fraction("dropout", self.dropout)
-        fraction("lock", self.lock)
-
-    def costs(self, site: Site) -> Iterator[tuple[str, Callable[[], Cost]]]:
-        yield "attention", lambda: self.attention.cost(site)
-        cross = self.cross
-        if not isinstance(cross, NoPart):
-            yield "cross", lambda: cross.cost(replace(site, source=site.width))
-        yield "feedforward", lambda: self.feedforward.cost(site)
-        norms = 2 if isinstance(cross, NoPart) else 3
-        for _ in range(norms):
-            yield "norm", lambda: self.residual.cost(site, self.norm)
-
-    def build(self, site: Site) -> nn.Module:
-        return StandardBlock(self, site)
-
-    def final(self, site: Site) -> nn.Module:
-        return self.residual.final(site, self.norm)
-
-    def final_cost(self, site: Site) -> Cost:
-        return self.residual.final_cost(site, self.norm)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parallel:
-    """A pre-norm layer except that attention and feed-forward read the same stream and are added together."""
-
-    attention: Attention = place(ATTENTIONS, MultiHead())
-    feedforward: FeedForward = place(FEEDFORWARDS, Mlp())
-    norm: Norm = place(NORMS, LayerNorm())
-    norms: Literal["one", "two"] = "one"  # shared by both (GPT-J, PaLM), or one for each (GPT-NeoX)
-    position: Position = place(POSITIONS, Learned())
-    dropout: float = 0.0  # of each sub-layer's output
-
-    def __post_init__(self) -> None:
-        fraction("dropout", self.dropout)
-
-    @property
-    def cross(self) -> NoPart:
-        """Nobody has published where a source would join."""
-        return NoPart()
-
-    def costs(self, site: Site) -> Iterator[tuple[str, Callable[[], Cost]]]:
-        yield "attention", lambda: self.attention.cost(site)
-        yield "feedforward", lambda: self.feedforward.cost(site)
-        for _ in range(2 if self.norms == "two" else 1):
-            yield "norm", lambda: self.norm.cost(site)
-
-    def build(self, site: Site) -> nn.Module:
-        return ParallelBlock(self, site)
-
-    def final(self, site: Site) -> nn.Module:
-        return self.norm.build(site)
-
-    def final_cost(self, site: Site) -> Cost:
-        return self.norm.cost(site)
-
-
-BLOCKS: dict[str, type[AnyBlock]] = {"standard": Block, "parallel": Parallel}
 
 
 class Around(NamedTuple):
@@ -156,7 +61,8 @@ class StandardBlock(nn.Module):
         self, around: nn.Module, part: nn.Module, x: Tensor, fork: Fork | None, *given: Any, **named: Any
     ) -> Tensor:
         """The stream behind a part, which is told what was `given`."""
-        writer = part.writer if isinstance(part, LENDERS) else None
+        # a hook may change the part's output: the gradient of the norm's input is not that of the bias then
+        writer = part.writer if isinstance(part, LENDERS) and not has_hooks(part) else None
         # in float8 the compiler rounds what is normed, and its gradient, in passing: the kernel would be one more read
         kept = (self.training and self.lock) or (isinstance(writer, Linear) and writer.narrow)
         if fork is None or kept or not isinstance(around, PostConnection) or not around.forks(x):

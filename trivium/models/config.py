@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
 
-from trivium.config import at_least, fraction, place, variants
+from trivium.config import accept, at_least, fraction, place, variants
 from trivium.errors import ConfigError, shown
-from trivium.models.block import BLOCKS, AnyBlock, Block
-from trivium.parts.boundary import BOUNDARIES, Boundary
-from trivium.parts.embeddings import EMBEDDINGS, Embedding, Tokens
+from trivium.models.options import BLOCKS, AnyBlock, Block
 from trivium.parts.init import INITS, Gpt2, Init
-from trivium.parts.output import OUTPUTS, Output, Softmax
-from trivium.parts.sentence import SENTENCES, Sentence
+from trivium.parts.options.boundary import BOUNDARIES, Boundary
+from trivium.parts.options.embeddings import EMBEDDINGS, Embedding, Tokens
+from trivium.parts.options.output import OUTPUTS, Output, Softmax
+from trivium.parts.options.sentence import SENTENCES, Sentence
 from trivium.parts.site import MOST, Cost, NoPart, Site
 
 
@@ -39,6 +39,7 @@ class Stack:
     lock: float = 0.0
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("layers", self.layers, 1, 10_000)
         fraction("lock", self.lock)
         unknown = [name for name in self.pattern if name and name not in self.variants]
@@ -83,6 +84,7 @@ class ModelConfig:
     init: Init = place(INITS, Gpt2())
 
     def __post_init__(self) -> None:
+        accept(self)
         for name, value, least in (("width", self.width, 1), ("context", self.context, 1), ("vocab", self.vocab, 0)):
             at_least(name, value, least, MOST)
         if not isinstance(self.encoder, Stack) and not isinstance(self.decoder, Stack):

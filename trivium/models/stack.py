@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from trivium.models.block import Around
 from trivium.models.config import ModelConfig, Stack, inner, sharing
-from trivium.parts.cache import Cache, Shape
+from trivium.parts.cache import Cache
 from trivium.parts.dropout import locked
 from trivium.parts.hardware import working
 from trivium.parts.masks import AnyMask, Mask, Resolved
+from trivium.parts.options.attention import Shape
 from trivium.parts.positions import Positions
 from trivium.parts.residual import Fork
 

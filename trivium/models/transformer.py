@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, cast
 
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from trivium.errors import ConfigError, RequestError, printable
 from trivium.models.config import SHARED, ModelConfig, Stack
 from trivium.models.stack import PlainStack
+from trivium.models.unwritten import tracked
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache
 from trivium.parts.embeddings import TokenEmbedding
+from trivium.parts.hardware import trim_heap
 from trivium.parts.linear import Linear, columns
 from trivium.parts.masks import Mask
 from trivium.parts.output import Head
@@ -200,15 +202,38 @@ def _side(config: ModelConfig, stack: object, *, causal: bool) -> PlainStack | N
 
 
 def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
-    """A new model with its weights drawn from `seed`; on the meta device it only has shapes."""
-    if str(device) == "meta":
-        with torch.device("meta"):
-            return Transformer(config)
-    model = Transformer(config)
+    """A new model with its weights drawn from `seed`; on the meta device it only has shapes.
+
+    A parameter that neither the constructor of its module nor the init fills is refused.
+    """
+    meta = torch.device(device).type == "meta"
     # Drawn on the CPU whatever the device: the same seed gives the same weights everywhere.
     generator = torch.Generator().manual_seed(seed)
-    config.init.apply(model, width=config.width, layers=config.layers, generator=generator)
+    with torch.device("meta") if meta else contextlib.nullcontext(), _seeded(seed), tracked() as unwritten:
+        model = Transformer(config)
+        try:
+            config.init.apply(model, width=config.width, layers=config.layers, generator=generator)
+        except (NotImplementedError, RuntimeError):
+            if not meta:
+                raise
+            return model  # an init that looks at values cannot show here what it would fill
+    unwritten.refuse_in(model)
     return model.to(device)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """What the constructors of parts draw by themselves depends on the seed too; the process's own draws go on."""
+    mixed = hashlib.sha256(f"parts {seed}".encode()).digest()  # other numbers than those of the init
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(mixed[:7], "big"))
+        yield
+
+
+def shapes_of(config: ModelConfig) -> Transformer:
+    """A model on the meta device, to compare names and shapes with those of a file: who fills it does not matter."""
+    with torch.device("meta"):
+        return Transformer(config)
 
 
 def empty(config: ModelConfig) -> Transformer:
@@ -234,16 +259,10 @@ def arrange(model: nn.Module) -> None:
         if isinstance(module, MultiHeadAttention) and module.side_by_side is None:
             module.pack()
     for module in model.modules():
-        if isinstance(module, Linear) and module.role not in ("query", "key", "value"):
+        if type(module) is Linear and module.role not in ("query", "key", "value"):
             weight = module.weight.data
             module.weight.data = columns(weight) if weight.device.type == "cpu" else weight
-    _give_back()
-
-
-def _give_back() -> None:
-    """Let the system have what was freed: malloc keeps holes between blocks, here one for every attention."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # a C library without it does as it always did
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()  # malloc keeps a hole for every attention that was packed
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -13,31 +12,10 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
-from trivium.models.config import Family, ModelConfig
 from trivium.models.transformer import States
 from trivium.objectives.objective import counted, everywhere
+from trivium.objectives.options import Documents
 from trivium.parts.output import Head
-from trivium.text.tokenizer import Tokenizer
-
-Documents = Literal["join", "mask"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Causal:
-    """Logits at position t predict token t+1; every real token counts the same."""
-
-    documents: Documents = "join"  # may attention cross a document's border inside a row?
-
-    @property
-    def families(self) -> frozenset[Family]:
-        return frozenset({"decoder"})
-
-    @property
-    def specials(self) -> tuple[str, ...]:
-        return ()
-
-    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> CausalTask:
-        return CausalTask(length=model.context, documents=self.documents)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,20 +7,20 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.config import at_least
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
-from trivium.models.config import Family, ModelConfig
+from trivium.models.config import ModelConfig
 from trivium.models.transformer import States
-from trivium.objectives.objective import PAD, counted, everywhere, forced, special
+from trivium.objectives.objective import counted, everywhere, forced, special
+from trivium.objectives.options import PAD, Denoise, sentinel
 from trivium.parts.output import IGNORED, Head
 from trivium.text.tokenizer import Tokenizer
 
@@ -39,76 +39,49 @@ class Room(NamedTuple):
     joined: int  # inputs and targets in one row
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Denoise:
-    """Runs of noise are cut out of a text, a sentinel in each one's place; the targets give them back, each named."""
+def bind(options: Denoise, tokenizer: Tokenizer, model: ModelConfig) -> DenoiseTask:
+    """The task for the longest text whose inputs and targets fit the context."""
+    two_sides = model.family == "encoder-decoder"
 
-    noise: Literal["span", "iid"] = "span"  # runs of a given mean length, or a coin for every token
-    density: float = 0.15  # the share of noise
-    mean_span: float = 3.0  # tokens of a run, for noise="span"
-    sentinels: int = 100
-    # What a model with one stack, which reads inputs and targets in one row, is judged by and may look at.
-    loss_on: Literal["targets", "all"] = "targets"
-    attention: Literal["causal", "prefix"] = "causal"
+    def too_long(length: int) -> bool:
+        room = room_for(options, length)
+        # The last token of a joined row is only a label.
+        return (max(room.inputs, room.targets) if two_sides else room.joined - 1) > model.context
 
-    def __post_init__(self) -> None:
-        if not 0 < self.density < 1:
-            raise ConfigError(f"density: {self.density} is not between 0 and 1; try 0.15")
-        at_least("mean_span", self.mean_span, 1)
-        at_least("sentinels", self.sentinels, 1)
-        if self.loss_on == "all" and self.attention == "prefix":
-            raise ConfigError("loss_on: a prefix that is read both ways cannot be predicted; set loss_on=targets")
-
-    @property
-    def families(self) -> frozenset[Family]:
-        return frozenset({"encoder-decoder", "decoder"})
-
-    @property
-    def specials(self) -> tuple[str, ...]:
-        # As in T5 the first sentinel has the largest id.
-        return (PAD, *(sentinel(number) for number in reversed(range(self.sentinels))))
-
-    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> DenoiseTask:
-        two_sides = model.family == "encoder-decoder"
-
-        def too_long(length: int) -> bool:
-            room = self.room(length)
-            # The last token of a joined row is only a label.
-            return (max(room.inputs, room.targets) if two_sides else room.joined - 1) > model.context
-
-        longest = 2 + math.ceil(2 * model.context / (1 - self.density))
-        length = bisect.bisect_left(range(longest), True, lo=2, key=too_long) - 1
-        if length < 2:
-            raise ConfigError(f"model.context: {model.context} is too short for two tokens with noise; try 128")
-        room = self.room(length)
-        if room.runs > self.sentinels:
-            raise ConfigError(
-                f"objective.sentinels: a row of {length} tokens can have {room.runs} runs of noise, but there are "
-                f"{self.sentinels} sentinels; set it to {room.runs}"
-            )
-        return DenoiseTask(
-            options=self,
-            length=length,
-            room=room,
-            two_sides=two_sides,
-            end=tokenizer.end,
-            pad=special(tokenizer, PAD),
-            sentinels=np.array([special(tokenizer, sentinel(number)) for number in range(self.sentinels)]),
+    longest = 2 + math.ceil(2 * model.context / (1 - options.density))
+    length = bisect.bisect_left(range(longest), True, lo=2, key=too_long) - 1
+    if length < 2:
+        raise ConfigError(f"model.context: {model.context} is too short for two tokens with noise; try 128")
+    room = room_for(options, length)
+    if room.runs > options.sentinels:
+        raise ConfigError(
+            f"objective.sentinels: a row of {length} tokens can have {room.runs} runs of noise, but there are "
+            f"{options.sentinels} sentinels; set it to {room.runs}"
         )
+    return DenoiseTask(
+        options=options,
+        length=length,
+        room=room,
+        two_sides=two_sides,
+        end=tokenizer.end,
+        pad=special(tokenizer, PAD),
+        sentinels=np.array([special(tokenizer, sentinel(number)) for number in range(options.sentinels)]),
+    )
 
-    def room(self, length: int) -> Room:
-        """The lengths for raw text of `length` tokens: exact for spans, for coins what they nearly never pass."""
-        if self.noise == "span":
-            noise, runs = (int(number) for number in span_counts(np.array(length), self.density, self.mean_span))
-            inputs, targets = length - noise + runs + 1, noise + runs + 1
-            return Room(noise, runs, inputs, targets, inputs + targets)
-        share = self.density
-        noise = min(length, math.ceil(length * share + 6 * math.sqrt(length * share * (1 - share))))
-        # A run begins at a noisy token behind a kept one; two neighbours never both begin one: var = p - 3p².
-        begin = share * (1 - share)
-        runs = min(length // 2, math.ceil(length * begin + 4 * math.sqrt(length * begin * (1 - 3 * begin))))
-        # One more sentinel closes targets whose text ends in kept tokens.
-        return Room(noise, runs + 1, length + 1, noise + runs + 2, length + 2 * runs + 3)
+
+def room_for(options: Denoise, length: int) -> Room:
+    """The lengths for raw text of `length` tokens: exact for spans, for coins what they nearly never pass."""
+    if options.noise == "span":
+        noise, runs = (int(number) for number in span_counts(np.array(length), options.density, options.mean_span))
+        inputs, targets = length - noise + runs + 1, noise + runs + 1
+        return Room(noise, runs, inputs, targets, inputs + targets)
+    share = options.density
+    noise = min(length, math.ceil(length * share + 6 * math.sqrt(length * share * (1 - share))))
+    # A run begins at a noisy token behind a kept one; two neighbours never both begin one: var = p - 3p².
+    begin = share * (1 - share)
+    runs = min(length // 2, math.ceil(length * begin + 4 * math.sqrt(length * begin * (1 - 3 * begin))))
+    # One more sentinel closes targets whose text ends in kept tokens.
+    return Room(noise, runs + 1, length + 1, noise + runs + 2, length + 2 * runs + 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -176,11 +149,6 @@ class DenoiseTask:
             inputs["prefix"] = torch.from_numpy(sources_B)
         labels = torch.from_numpy(np.where(counts_BJ, whole_BJ, IGNORED)[:, 1:])
         return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels))
-
-
-def sentinel(number: int) -> str:
-    """The spelling of a sentinel."""
-    return f"<extra_id_{number}>"
 
 
 def span_counts(lengths: Ids, density: float, mean_span: float) -> tuple[Ids, Ids]:

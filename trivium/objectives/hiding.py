@@ -5,27 +5,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.config import fraction
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
 from trivium.objectives.objective import special
+from trivium.objectives.options import CLASS, MASK, PADDING, SEPARATOR, Draw
 from trivium.parts.output import IGNORED
 from trivium.text.tokenizer import Tokenizer
-
-MASK, CLASS, SEPARATOR, PADDING = "[MASK]", "[CLS]", "[SEP]", "[PAD]"
-FRAME = (PADDING, CLASS, SEPARATOR, MASK)
 
 Ids = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Draws = npt.NDArray[np.float64]
-Draw = Literal["text", "all"]
 
 
 class Framed(NamedTuple):
@@ -94,15 +90,6 @@ def vocabulary(tokenizer: Tokenizer, specials: tuple[str, ...], *, draw: Draw, w
         ends_word=np.array([words and tokenizer.ends_word(id) for id in range(tokenizer.size)]),
         random_ids=np.flatnonzero(~is_special) if draw == "text" else np.arange(tokenizer.size),
     )
-
-
-def check_shares(rate: float, mask: float, random: float) -> None:
-    """Refuse shares that are none."""
-    if not 0 < rate < 1:
-        raise ConfigError(f"rate: {rate} is not between 0 and 1; try 0.15")
-    fraction("random", random)
-    if not 0 <= mask <= 1 - random + 1e-9:  # .9 and .1 add up to a little more than 1
-        raise ConfigError(f"mask: {mask} and random: {random} are more than all; try 0.8 and 0.1")
 
 
 def room_for_text(context: int, frame: int, least: int) -> int:

@@ -6,85 +6,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trivium.config import at_least
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
-from trivium.errors import ConfigError
-from trivium.models.config import Family, ModelConfig
 from trivium.models.transformer import States
 from trivium.objectives import hiding, pairing
-from trivium.objectives.hiding import CLASS as CLASS
-from trivium.objectives.hiding import FRAME, Draw, Draws, Flags, Framed, Ids, Shares, Vocabulary
-from trivium.objectives.hiding import MASK as MASK
-from trivium.objectives.hiding import SEPARATOR as SEPARATOR
+from trivium.objectives.hiding import Draws, Flags, Framed, Ids, Shares, Vocabulary
 from trivium.objectives.objective import gathered
-from trivium.parts.embeddings import Tokens
+from trivium.objectives.options import CLASS as CLASS
+from trivium.objectives.options import MASK as MASK
+from trivium.objectives.options import SEPARATOR as SEPARATOR
+from trivium.objectives.options import Masked
 from trivium.parts.output import Head
-from trivium.parts.sentence import Pooler
-from trivium.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Masked:
-    """Tokens chosen at random become [MASK], another token, or stay; each chosen one is predicted from both sides."""
-
-    rate: float = 0.15  # the share of a row that is chosen
-    mode: Literal["exact", "bernoulli"] = "exact"  # the same number in every row, or a coin for every token
-    unit: Literal["piece", "word"] = "piece"  # what is chosen as a whole
-    mask: float = 0.8  # the share of the chosen that becomes [MASK]
-    random: float = 0.1  # the share that becomes another token; the rest stays as it is
-    draw: Draw = "text"  # where random tokens come from; "all" has the specials too, as BERT did
-    max_predictions: int = 0  # at most so many of a row; 0 means no limit
-    # Rows as they are cut (RoBERTa's full sentences), each between [CLS] and [SEP], or `[CLS] A [SEP] B [SEP]` with
-    # the question whether B follows A, whose mean loss is added to that of the tokens (BERT).
-    frame: Literal["none", "bert", "pair"] = "none"
-    copies: int = 0  # as many masks as a row ever has, one of them drawn each time (BERT: 10); 0 means a new one
-
-    def __post_init__(self) -> None:
-        hiding.check_shares(self.rate, self.mask, self.random)
-        at_least("max_predictions", self.max_predictions, 0)
-        at_least("copies", self.copies, 0)
-
-    @property
-    def families(self) -> frozenset[Family]:
-        return frozenset({"encoder"})
-
-    @property
-    def specials(self) -> tuple[str, ...]:
-        return (MASK,) if self.frame == "none" else FRAME
-
-    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> MaskedTask:
-        frame, least = {"none": (0, 1), "bert": (2, 1), "pair": (3, 2)}[self.frame]
-        if self.frame == "pair":
-            _check_pairs(model)
-        return MaskedTask(
-            options=self,
-            length=hiding.room_for_text(model.context, frame, least),
-            vocabulary=hiding.vocabulary(tokenizer, self.specials, draw=self.draw, words=self.unit == "word"),
-        )
-
-
-def _check_pairs(model: ModelConfig) -> None:
-    """Refuse a model that cannot tell A from B, or has nothing to answer with."""
-    errors: list[ConfigError] = []
-    if not (isinstance(model.embedding, Tokens) and model.embedding.segments >= 2):
-        errors.append(
-            ConfigError("model.embedding.segments: objective.frame=pair has two kinds of segment; set it to 2")
-        )
-    if not (isinstance(model.sentence, Pooler) and model.sentence.classes == 2):
-        errors.append(
-            ConfigError(
-                "model.sentence: objective.frame=pair asks whether one text follows another; set it to pooler, with "
-                "classes=2"
-            )
-        )
-    ConfigError.gather(errors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -14,27 +14,9 @@ from torch import Tensor
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
-from trivium.models.config import Family, ModelConfig
 from trivium.models.transformer import States
 from trivium.parts.output import IGNORED, Head
 from trivium.text.tokenizer import Tokenizer
-
-PAD = "<pad>"  # fills up what has no fixed length, and is the first thing that a decoder with a source is given
-
-
-class Objective(Protocol):
-    """The options of an objective; `bind` makes them a task for one tokenizer and one model."""
-
-    @property
-    def families(self) -> frozenset[Family]:
-        """The families of models that it can train."""
-
-    @property
-    def specials(self) -> tuple[str, ...]:
-        """The special tokens that it needs, in the order in which a tokenizer is extended by them."""
-
-    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> Task:
-        """The task with its ids looked up and its lengths worked out, or a ConfigError that says what is missing."""
 
 
 class Task(Protocol):

@@ -18,7 +18,8 @@ import numpy as np
 from trivium.data.packing import RowBatch
 from trivium.data.shards import Stream
 from trivium.errors import DataError
-from trivium.objectives.hiding import CLASS, PADDING, SEPARATOR, Draws, Framed, Vocabulary
+from trivium.objectives.hiding import Draws, Framed, Vocabulary
+from trivium.objectives.options import CLASS, PADDING, SEPARATOR
 
 FOLLOWS, STRANGE = 0, 1  # the classes, as BERT numbers them
 SHORT = 0.1  # the share of rows with a length drawn uniformly, so that a model meets short inputs too

@@ -12,27 +12,9 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
-from trivium.models.config import Family, ModelConfig
 from trivium.models.transformer import States
-from trivium.objectives.objective import PAD, counted, everywhere, forced, special
+from trivium.objectives.objective import counted, everywhere, forced
 from trivium.parts.output import IGNORED, Head
-from trivium.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prefix:
-    """A row is split at a place drawn uniformly; only the tokens behind it are predicted."""
-
-    @property
-    def families(self) -> frozenset[Family]:
-        return frozenset({"decoder", "encoder-decoder"})
-
-    @property
-    def specials(self) -> tuple[str, ...]:
-        return (PAD,)
-
-    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> PrefixTask:
-        return PrefixTask(length=model.context, pad=special(tokenizer, PAD), two_sides=model.family != "decoder")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

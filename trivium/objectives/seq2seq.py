@@ -6,24 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.config import at_least, fraction
 from trivium.data.batch import Batch
 from trivium.data.bucketing import SOURCE, TARGET
 from trivium.data.packing import RowBatch
-from trivium.errors import ConfigError
-from trivium.models.config import Family, ModelConfig
 from trivium.models.transformer import States
 from trivium.objectives.causal import restarting
-from trivium.objectives.objective import PAD, Task, counted, everywhere, forced, special
+from trivium.objectives.objective import Task, counted, everywhere, forced
 from trivium.parts.output import Head
-from trivium.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
 
@@ -39,36 +35,6 @@ class Judged(Protocol):
 def judgement(task: Task) -> Callable[[Head, States, dict[str, Tensor]], Tensor]:
     """What validation asks of a task: its score, or its loss if it has no other."""
     return task.score if isinstance(task, Judged) else task.loss
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seq2Seq:
-    """The decoder is given the target up to each token and predicts that token; both sides end in END."""
-
-    smoothing: float = 0.1  # the share of a label's probability that is spread over the vocabulary; 0 means none
-    # uniform: over all of it (torch, Hugging Face); others: over all but the label (Vaswani et al., fairseq).
-    smoothing_kind: Literal["uniform", "others"] = "uniform"
-    align: int = 1  # both sides are padded to a multiple of this; 8 gives a compiler fewer kinds of shapes
-
-    def __post_init__(self) -> None:
-        fraction("smoothing", self.smoothing)
-        at_least("align", self.align, 1)
-
-    @property
-    def families(self) -> frozenset[Family]:
-        return frozenset({"encoder-decoder"})
-
-    @property
-    def specials(self) -> tuple[str, ...]:
-        return (PAD,)
-
-    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> Seq2SeqTask:
-        vocab = model.vocab or tokenizer.size
-        # e over the others is e * V / (V - 1) over all: e / (V - 1) for each, of which the label has its part too
-        share = self.smoothing if self.smoothing_kind == "uniform" else self.smoothing * vocab / (vocab - 1)
-        if share > 1:
-            raise ConfigError(f"objective.smoothing: {self.smoothing} makes a label the least likely id; try 0.1")
-        return Seq2SeqTask(length=model.context, pad=special(tokenizer, PAD), smoothing=share, align=self.align)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,62 +5,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from trivium.config import at_least
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
-from trivium.errors import ConfigError
-from trivium.models.config import Family, ModelConfig
 from trivium.models.transformer import States
 from trivium.objectives import hiding
-from trivium.objectives.hiding import FRAME, MASK, Draw, Draws, Flags, Framed, Ids, Shares, Vocabulary
+from trivium.objectives.hiding import Draws, Flags, Framed, Ids, Shares, Vocabulary
 from trivium.objectives.objective import gathered
+from trivium.objectives.options import Spans
 from trivium.parts.output import IGNORED, Head
-from trivium.parts.site import NoPart
-from trivium.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spans:
-    """Spans of whole words become [MASK]s, other tokens, or stay; a token is told by its state and by its borders.
-
-    The mean losses of the two are added. A model without a boundary head has the first alone.
-    """
-
-    rate: float = 0.15  # the share of a row's text that is hidden
-    stop: float = 0.2  # the chance of a span to end behind each word: lengths are geometric
-    longest: int = 10  # words of a span
-    mask: float = 0.8  # the share of the spans that becomes [MASK]
-    random: float = 0.1  # the share whose tokens become others; the rest stays as it is
-    draw: Draw = "text"  # where random tokens come from; "all" has the specials too
-    frame: Literal["none", "bert"] = "bert"  # rows as they are cut, or each between [CLS] and [SEP]
-
-    def __post_init__(self) -> None:
-        hiding.check_shares(self.rate, self.mask, self.random)
-        if not 0 < self.stop < 1:
-            raise ConfigError(f"stop: {self.stop} is not between 0 and 1; try 0.2")
-        at_least("longest", self.longest, 1)
-
-    @property
-    def families(self) -> frozenset[Family]:
-        return frozenset({"encoder"})
-
-    @property
-    def specials(self) -> tuple[str, ...]:
-        return (MASK,) if self.frame == "none" else FRAME
-
-    def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> SpansTask:
-        return SpansTask(
-            options=self,
-            length=hiding.room_for_text(model.context, 0 if self.frame == "none" else 2, 1),
-            places=0 if isinstance(model.boundary, NoPart) else model.boundary.rows,
-            lengths=lengths(self.stop, self.longest),
-            vocabulary=hiding.vocabulary(tokenizer, self.specials, draw=self.draw, words=True),
-        )
 
 
 class Borders(NamedTuple):

@@ -5,38 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from trivium.config import at_least
-from trivium.errors import ConfigError
-from trivium.optim.groups import Weight, trainable
-from trivium.optim.stepper import Optimizer, State, check
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adafactor:
-    """Steps relative to the size of each weight, from R + C numbers of state for a matrix; no momentum, no decay."""
-
-    rate: float = 0.01  # the plateau of T5's inverse square root; its fine-tuning is constant at 1e-3
-    clip: float = 1.0  # the largest root mean square of an update before the rate
-    scale: Literal["weight", "none"] = "weight"  # weight: the rate times the root mean square of the weight
-    least: float = 1e-3  # what a weight counts for at least, so that zeros can move
-    eps: float = 1e-30  # added to squared gradients
-    factor_from: int = 1  # both dimensions are at least this long, or a matrix keeps every second moment (T5: 128)
-
-    def __post_init__(self) -> None:
-        check(self.rate, 0.0)
-        for name in ("clip", "least", "eps"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not positive; leave it at its default")
-        at_least("factor_from", self.factor_from, 1)
-
-    def build(self, model: nn.Module) -> Optimizer:
-        return AdafactorStepper(self, trainable(model))
+from trivium.optim.groups import Weight
+from trivium.optim.options import Adafactor
+from trivium.optim.stepper import State
 
 
 class AdafactorStepper:

@@ -3,53 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from trivium.config import at_least, fraction
-from trivium.optim.groups import Weight, trainable
-from trivium.optim.stepper import Optimizer, State, check
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdamW:
-    """Adam with decoupled weight decay on matrices and embeddings."""
-
-    rate: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    decay: float = 0.1
-    decay_embeddings: bool = True
-    correction: bool = True  # of the moments, which start at zero; BERT's has none
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def build(self, model: nn.Module) -> Optimizer:
-        return AdamStepper(self, trainable(model))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adam:
-    """AdamW except that decay, if any, is added to the gradient (L2), and so shrinks with the second moment."""
-
-    rate: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    decay: float = 0.0
-    decay_embeddings: bool = True
-    correction: bool = True
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def build(self, model: nn.Module) -> Optimizer:
-        return AdamStepper(self, trainable(model))
-
+from trivium.optim.groups import Weight
+from trivium.optim.options import Adam, AdamW
+from trivium.optim.stepper import State
 
 # 1 - beta^COUNT is 1 to the last bit, and in float32 COUNT + 1 is COUNT again.
 COUNT = 2.0**30
@@ -110,10 +70,3 @@ def _moments(parameter: nn.Parameter) -> dict[str, Tensor]:
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),
     }
-
-
-def _check(options: AdamW | Adam) -> None:
-    check(options.rate, options.decay)
-    at_least("eps", options.eps, 0)
-    fraction("beta1", options.beta1)
-    fraction("beta2", options.beta2)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trivium.config import at_least, fraction
 from trivium.errors import CheckpointError
 from trivium.optim.groups import trainable
+from trivium.optim.options import Ema
 
 
 class Average(Protocol):
@@ -35,46 +34,6 @@ class Average(Protocol):
 
     def tensors(self) -> dict[str, Tensor]: ...
     def load(self, tensors: dict[str, Tensor]) -> None: ...
-
-
-class Averaging(Protocol):
-    """The options of an average."""
-
-    def build(self, model: nn.Module) -> Average: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoAverage:
-    """The weights as they are trained."""
-
-    def build(self, model: nn.Module) -> Average:
-        return Unaveraged()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ema:
-    """An exponential moving average: `decay` of the old average remains at each of its updates."""
-
-    decay: float = 0.999
-    every: int = 1  # steps between two updates of the average
-    warmup: Literal["ratio", "none"] = "ratio"  # ratio: at most (1 + t) / (10 + t) remains at update t of the average
-
-    def __post_init__(self) -> None:
-        fraction("decay", self.decay)
-        at_least("every", self.every, 1)
-
-    def remains(self, step: int) -> float:
-        """What remains of the old average at `step`: a function of the step alone, so a resume needs nothing else."""
-        if step % self.every:
-            return 1.0
-        count = step // self.every
-        return min(self.decay, (1 + count) / (10 + count)) if self.warmup == "ratio" else self.decay
-
-    def build(self, model: nn.Module) -> Average:
-        return MovingAverage(self, model)
-
-
-AVERAGES: dict[str, type[Averaging]] = {"none": NoAverage, "ema": Ema}
 
 
 class Unaveraged:

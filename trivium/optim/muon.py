@@ -5,56 +5,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
-from trivium.optim.adam import AdamStepper, AdamW
+from trivium.optim.adam import AdamStepper
 from trivium.optim.groups import Weight, trainable
-from trivium.optim.stepper import Both, Optimizer, State, check
+from trivium.optim.options import AdamW, Muon
+from trivium.optim.stepper import Both, Optimizer, State
 from trivium.parts.hardware import native_bf16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Muon:
-    """Momentum made orthogonal for hidden matrices; embeddings, head and vectors follow AdamW at `adam_rate`."""
-
-    rate: float = 0.02
-    momentum: float = 0.95
-    decay: float = 0.0
-    scale: Literal["original", "adamw"] = "original"  # rate x sqrt(max(1, R/C)), or x 0.2 sqrt(max(R, C))
-    iterations: int = 5
-    adam_rate: float = 3e-3
-    head_rate: float = 3e-3
-    adam_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        check(self.rate, self.decay)
-        check(self.adam_rate, self.adam_decay, "adam_")
-        check(self.head_rate, self.adam_decay, "head_")
-        at_least("eps", self.eps, 0)
-        for name in ("momentum", "beta1", "beta2"):
-            fraction(name, getattr(self, name))
-        at_least("iterations", self.iterations, 1)
-
-    def build(self, model: nn.Module) -> Optimizer:
-        every = trainable(model)
-        adam = AdamW(rate=self.adam_rate, beta1=self.beta1, beta2=self.beta2, eps=self.eps, decay=self.adam_decay)
-        matrices = [weight for weight in every if weight.kind == "matrix"]
-        rest = [weight for weight in every if weight.kind != "matrix"]
-        if not matrices:
-            raise ConfigError("optim.kind: muon needs hidden matrices, and this model trains none; try adamw")
-        if not rest:
-            return MuonStepper(self, matrices)
-        rates = {weight.name: self.head_rate for weight in rest if weight.kind == "head"}
-        return Both(MuonStepper(self, matrices), AdamStepper(adam, rest, rates))
+def build_muon(options: Muon, model: nn.Module) -> Optimizer:
+    """Muon for the hidden matrices of a model, AdamW for the rest."""
+    every = trainable(model)
+    adam = AdamW(
+        rate=options.adam_rate, beta1=options.beta1, beta2=options.beta2, eps=options.eps, decay=options.adam_decay
+    )
+    matrices = [weight for weight in every if weight.kind == "matrix"]
+    rest = [weight for weight in every if weight.kind != "matrix"]
+    if not matrices:
+        raise ConfigError("optim.kind: muon needs hidden matrices, and this model trains none; try adamw")
+    if not rest:
+        return MuonStepper(options, matrices)
+    rates = {weight.name: options.head_rate for weight in rest if weight.kind == "head"}
+    return Both(MuonStepper(options, matrices), AdamStepper(adam, rest, rates))
 
 
 class MuonStepper:

@@ -14,9 +14,9 @@ from trivium.errors import ConfigError
 
 
 class Schedule(Protocol):
-    """The factor of the peak rate at update `step` of `total`."""
+    """The factor of the peak rate at update `step` of `total`; in a run that follows the clock a fraction."""
 
-    def factor(self, step: int, total: int) -> float: ...
+    def factor(self, step: float, total: int) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Constant:
     def __post_init__(self) -> None:
         at_least("warmup", self.warmup, 0)
 
-    def factor(self, step: int, total: int) -> float:
+    def factor(self, step: float, total: int) -> float:
         return _rise(step, _steps(self.warmup, total))
 
 
@@ -43,7 +43,7 @@ class Cosine:
         at_least("warmup", self.warmup, 0)
         _share("floor", self.floor)
 
-    def factor(self, step: int, total: int) -> float:
+    def factor(self, step: float, total: int) -> float:
         warmup = _steps(self.warmup, total)
         if step < warmup:
             return _rise(step, warmup)
@@ -65,7 +65,7 @@ class Wsd:
         if not self.decay > 0:
             raise ConfigError(f"decay: {self.decay} is not positive; try 0.2, or the constant schedule")
 
-    def factor(self, step: int, total: int) -> float:
+    def factor(self, step: float, total: int) -> float:
         warmup, decay = _steps(self.warmup, total), _steps(self.decay, total)
         if step < warmup:
             return _rise(step, warmup)
@@ -85,7 +85,7 @@ class Linear:
         at_least("warmup", self.warmup, 0)
         _share("floor", self.floor)
 
-    def factor(self, step: int, total: int) -> float:
+    def factor(self, step: float, total: int) -> float:
         warmup = _steps(self.warmup, total)
         if step < warmup:
             return _rise(step, warmup)
@@ -105,7 +105,7 @@ class Noam:
         """The paper's rate where it is highest, for a model of this width."""
         return float((width * max(1, self.warmup)) ** -0.5)
 
-    def factor(self, step: int, total: int) -> float:
+    def factor(self, step: float, total: int) -> float:
         warmup = max(1, self.warmup)
         return min(step / warmup, math.sqrt(warmup / max(1, step)))
 
@@ -119,7 +119,7 @@ class InverseSqrt:
     def __post_init__(self) -> None:
         at_least("plateau", self.plateau, 1)
 
-    def factor(self, step: int, total: int) -> float:
+    def factor(self, step: float, total: int) -> float:
         return math.sqrt(self.plateau / max(step, self.plateau))
 
 
@@ -134,7 +134,7 @@ class Slanted:
         at_least("warmup", self.warmup, 0)
         at_least("ratio", self.ratio, 1)
 
-    def factor(self, step: int, total: int) -> float:
+    def factor(self, step: float, total: int) -> float:
         cut = int(self.warmup * total if self.warmup < 1 else self.warmup)  # rounded down, as its paper has it
         height = step / cut if step < cut else 1 - _way(step, cut, total)
         return (1 + height * (self.ratio - 1)) / self.ratio
@@ -160,10 +160,10 @@ def _steps(length: float, total: int) -> int:
     return round(length * total) if length < 1 else int(length)
 
 
-def _rise(step: int, warmup: int) -> float:
+def _rise(step: float, warmup: int) -> float:
     return min(1.0, step / warmup) if warmup else 1.0
 
 
-def _way(step: int, start: int, end: int) -> float:
+def _way(step: float, start: int, end: int) -> float:
     """How far `step` is on the way from `start` to `end`, from 0 to 1."""
     return min(1.0, max(0.0, (step - start) / max(1, end - start)))

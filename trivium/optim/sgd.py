@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trivium.config import fraction
-from trivium.errors import ConfigError
-from trivium.optim.groups import Weight, trainable
-from trivium.optim.stepper import Optimizer, State, check
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sgd:
-    """A step against the gradient, or against a sum of gradients of which `momentum` remains at each step."""
-
-    rate: float = 0.1
-    momentum: float = 0.0
-    form: Literal["plain", "nesterov"] = "plain"  # nesterov: the gradient is counted once more
-    decay: float = 0.0  # decoupled, on matrices and embeddings
-
-    def __post_init__(self) -> None:
-        check(self.rate, self.decay)
-        fraction("momentum", self.momentum)
-        if self.form == "nesterov" and not self.momentum:
-            raise ConfigError("form: nesterov is a form of momentum, and there is none; set momentum=0.9")
-
-    def build(self, model: nn.Module) -> Optimizer:
-        return SgdStepper(self, trainable(model))
+from trivium.optim.groups import Weight
+from trivium.optim.options import Sgd
+from trivium.optim.stepper import State
 
 
 class SgdStepper:

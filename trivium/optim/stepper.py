@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trivium.config import at_least
-from trivium.errors import CheckpointError, ConfigError
+from trivium.errors import CheckpointError
 
 
 class Optimizer(Protocol):
@@ -26,14 +25,6 @@ class Optimizer(Protocol):
 
     def tensors(self) -> dict[str, Tensor]: ...
     def load(self, tensors: dict[str, Tensor]) -> None: ...
-
-
-class Optim(Protocol):
-    """The options of an optimizer."""
-
-    @property
-    def rate(self) -> float: ...
-    def build(self, model: nn.Module) -> Optimizer: ...
 
 
 class State:
@@ -86,10 +77,3 @@ class Both:
     def load(self, tensors: dict[str, Tensor]) -> None:
         for optimizer in self.pair:
             optimizer.load(tensors)
-
-
-def check(rate: float, decay: float, prefix: str = "") -> None:
-    """Refuse a rate that does not move the weights and a decay that lets them grow."""
-    if not rate > 0:
-        raise ConfigError(f"{prefix}rate: {rate} is not positive; try 1e-3")
-    at_least(f"{prefix}decay", decay, 0)

@@ -7,95 +7,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import at_least, fraction
-from trivium.errors import ConfigError
-from trivium.parts.cache import LayerCache, Shape
+from trivium.parts.cache import LayerCache
 from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8
-from trivium.parts.linear import Linear, columns, in_float8, lending, matrix_of, product, together
+from trivium.parts.linear import Linear, columns, in_float8, is_plain, lending, matrix_of, product, together
 from trivium.parts.masks import Resolved
+from trivium.parts.mixers import Decoding
 from trivium.parts.norms import RMSNormed
+from trivium.parts.options.attention import MultiHead
 from trivium.parts.positions import Positions
-from trivium.parts.site import MOST, Cost, Site, matrix
+from trivium.parts.site import Site
 
 TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, on Linux
 PARTED = True  # one kernel for the gradients of the one product of queries, keys and values and of its bias
-
-
-class Attention(Protocol):
-    """The options of an attention part; positions inside it ask for its heads, masks for its window."""
-
-    @property
-    def heads(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-    def build(self, site: Site) -> nn.Module: ...
-    def cost(self, site: Site) -> Cost: ...
-    def head_size(self, site: Site) -> int: ...
-    def cache_shape(self, site: Site) -> Shape: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MultiHead:
-    """Scaled dot-product attention in `heads` heads; fewer `groups` than heads share keys and values."""
-
-    heads: int = 4
-    groups: int = 0  # key/value heads; 0 means as many as heads, 1 is multi-query
-    head: int = 0  # size of a query or key in one head; 0 means width / heads
-    value: int = 0  # size of a value in one head; 0 means as a key
-    bias: Literal["all", "inputs", "none"] = "none"  # inputs: of queries, keys and values but not of the output
-    norm: Literal["none", "rms"] = "none"  # on queries and keys, before rotation (QK-norm)
-    scale: Literal["root", "none"] = "root"  # of the scores: 1 / sqrt(head), or 1 as in T5
-    window: int = 0  # only the last so many tokens are seen, itself counted; 0 means all
-    dropout: float = 0.0  # of the attention weights
-
-    def __post_init__(self) -> None:
-        at_least("heads", self.heads, 1, MOST)
-        for name in ("head", "value", "groups", "window"):
-            at_least(name, getattr(self, name), 0, MOST)
-        if self.groups and self.heads % self.groups:
-            raise ConfigError(f"groups: {self.heads} heads cannot share {self.groups} groups evenly")
-        fraction("dropout", self.dropout)
-
-    def head_size(self, site: Site) -> int:
-        if self.head:
-            return self.head
-        if site.width % self.heads:
-            small = [size for size in range(1, math.isqrt(site.width) + 1) if site.width % size == 0]
-            able = {*small, *(site.width // size for size in small)}
-            nearest = min(able, key=lambda heads: (abs(heads - self.heads), heads))
-            raise ConfigError(f"heads: width {site.width} is not divisible by {self.heads}; try {nearest}")
-        return site.width // self.heads
-
-    def cache_shape(self, site: Site) -> Shape:
-        size = self.head_size(site)
-        return Shape(self.groups or self.heads, size, self.value or size)
-
-    def build(self, site: Site) -> nn.Module:
-        return MultiHeadAttention(self, site)
-
-    def cost(self, site: Site) -> Cost:
-        groups, size, value = self.cache_shape(site)
-        source, inputs = site.source or site.width, self.bias != "none"
-        if site.source and self.window:
-            raise ConfigError(f"window: {self.window} has no meaning across two texts; set it to 0")
-        total = matrix(site.width, self.heads * size, bias=inputs)
-        total = total.plus(matrix(source, groups * size, bias=inputs)).plus(matrix(source, groups * value, bias=inputs))
-        total = total.plus(matrix(self.heads * value, site.width, bias=self.bias == "all"))
-        seen = min(site.context, self.window or site.context)
-        products = 2 * seen * self.heads * (size + value)  # not halved for causality
-        return total.plus(Cost(2 * size if self.norm == "rms" else 0, products))
-
-
-ATTENTIONS: dict[str, type[Attention]] = {"multi-head": MultiHead}
 
 
 class Packed(NamedTuple):
@@ -108,6 +39,9 @@ class Packed(NamedTuple):
 
 
 class MultiHeadAttention(nn.Module):
+    decoding: Decoding = "mask"
+    can_roll_back = True
+
     def __init__(self, options: MultiHead, site: Site) -> None:
         super().__init__()
         groups, size, value = options.cache_shape(site)
@@ -281,8 +215,12 @@ class MultiHeadAttention(nn.Module):
 
         Of unequal parts it is no faster: an H200 took 1.6 % longer for TinyLlama's.
         """
-        plain = all(type(layer) is Linear for layer in (self.query, self.key, self.value))
-        return x.device.type == "cuda" and torch.is_grad_enabled() and plain and self._alike
+        return x.device.type == "cuda" and torch.is_grad_enabled() and self._alike and self._plain
+
+    @property
+    def _plain(self) -> bool:
+        """Whether the weights of queries, keys and values say all about their layers."""
+        return is_plain(self.query) and is_plain(self.key) and is_plain(self.value)
 
     @property
     def _alike(self) -> bool:
@@ -327,14 +265,15 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def side_by_side(self) -> Packed | None:
-        """What was packed, unless somebody has put other weights in their place."""
-        return self.packed if self.packed is not None and self.packed.places == self._places() else None
+        """The packed matrix, unless a layer was wrapped, replaced or hooked, or has other weights since."""
+        packed = self.packed
+        return packed if packed is not None and self._plain and packed.places == self._places() else None
 
     def pack(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""
         layers = (self.query, self.key, self.value)
-        if not all(isinstance(layer, Linear) for layer in layers):
-            return  # quantised: there is no matrix to lay out
+        if not all(type(layer) is Linear for layer in layers):
+            return  # quantised, wrapped or parametrised: there is no matrix of their own to lay out
         if len({layer.in_features for layer in layers}) > 1:
             return  # cross-attention to another width
         sizes = [layer.out_features for layer in layers]

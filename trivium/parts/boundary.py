@@ -4,56 +4,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import at_least, place
-from trivium.parts.feedforward import ACTIVATIONS, Activation
+from trivium.parts.feedforward import ACTIVATIONS
 from trivium.parts.linear import Linear
-from trivium.parts.norms import NORMS, LayerNorm, Norm
-from trivium.parts.output import Head, Softmax
-from trivium.parts.site import MOST, Cost, Site, matrix
-
-
-class Boundary(Protocol):
-    """The options of a boundary head; `tied` is the embedding matrix, which is also its output's."""
-
-    @property
-    def rows(self) -> int:
-        """The tokens of a span that it can tell apart; those further in have no loss."""
-
-    def build(self, site: Site, tied: nn.Parameter) -> nn.Module: ...
-    def cost(self, site: Site) -> Cost: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpanBoundary:
-    """SpanBERT's: two layers of `norm(gelu(W h + b))` over both borders and a vector of the place, then all ids."""
-
-    rows: int = 15  # places: a span is counted in words and can have more pieces than words
-    size: int = 200  # of the vector of a place
-    activation: Activation = "gelu"
-    norm: Norm = place(NORMS, LayerNorm(eps=1e-12))
-
-    def __post_init__(self) -> None:
-        at_least("rows", self.rows, 1, MOST)
-        at_least("size", self.size, 1, MOST)
-
-    def build(self, site: Site, tied: nn.Parameter) -> nn.Module:
-        return BoundaryHead(self, site, tied)
-
-    def cost(self, site: Site) -> Cost:
-        first = matrix(2 * site.width + self.size, site.width, bias=True).plus(self.norm.cost(site))
-        second = matrix(site.width, site.width, bias=True).plus(self.norm.cost(site))
-        table = Cost(self.rows * self.size)
-        return table.plus(first).plus(second).plus(Softmax(bias=True).cost(site, tied=True))
-
-
-BOUNDARIES: dict[str, type[Boundary]] = {"span": SpanBoundary}
+from trivium.parts.options.boundary import SpanBoundary
+from trivium.parts.options.output import Softmax
+from trivium.parts.output import Head
+from trivium.parts.site import Site
 
 
 class BoundaryHead(nn.Module):

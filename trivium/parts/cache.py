@@ -5,19 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Shape(NamedTuple):
-    """What one layer keeps per token: G heads of E_k for keys, of E_v for values."""
-
-    heads: int
-    key: int
-    value: int
+from trivium.parts.options.attention import Shape
 
 
 class Slots:

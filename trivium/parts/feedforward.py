@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import at_least, fraction
-from trivium.errors import ConfigError
 from trivium.parts.dropout import dropout, locked
 from trivium.parts.hardware import working
 from trivium.parts.kernels import fp8, rectify
 from trivium.parts.kernels.eager import SquaredRelu, wanted
-from trivium.parts.linear import Linear, in_float8, lending, matrix_of, product, together
-from trivium.parts.site import MOST, Cost, Site, matrix
-
-Activation = Literal[
-    "relu", "gelu", "gelu-tanh", "silu", "relu2", "elu", "selu", "sigmoid", "tanh", "softplus", "identity"
-]
+from trivium.parts.linear import Linear, in_float8, is_plain, lending, matrix_of, product, together
+from trivium.parts.options.feedforward import Activation, Glu, Mlp
+from trivium.parts.site import Site
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -48,68 +41,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # a ReLU is better off inside the product before it (kernels/rectify.py).
 BEND = find_spec("triton") is not None
 BENT: tuple[Activation, ...] = ("gelu", "gelu-tanh", "silu", "relu2")
-
-
-class FeedForward(Protocol):
-    """The options of a feed-forward part."""
-
-    def build(self, site: Site) -> nn.Module: ...
-    def cost(self, site: Site) -> Cost: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mlp:
-    """Two matrices with an activation between them, and none after the second."""
-
-    hidden: int = 0  # 0 means 4 x width
-    activation: Activation = "gelu-tanh"
-    bias: bool = True
-    dropout: float = 0.0  # of the hidden layer
-    lock: float = 0.0  # share of the hidden layer that a row loses in all of its places
-
-    def __post_init__(self) -> None:
-        _check(self.hidden, self.dropout, self.lock)
-
-    def size(self, site: Site) -> int:
-        return self.hidden or 4 * site.width
-
-    def build(self, site: Site) -> nn.Module:
-        return MlpFeedForward(self, site)
-
-    def cost(self, site: Site) -> Cost:
-        size = self.size(site)
-        return matrix(site.width, size, bias=self.bias).plus(matrix(size, site.width, bias=self.bias))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Glu:
-    """A gated network: `(act(x W_gate) * x W_up) W_down`; SiLU makes it SwiGLU, GELU GeGLU, a sigmoid the first GLU."""
-
-    hidden: int = 0  # 0 means LLaMA's rule: 8/3 x width, rounded up to a multiple
-    multiple: int = 256
-    activation: Activation = "silu"
-    bias: bool = False
-    dropout: float = 0.0
-    lock: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(self.hidden, self.dropout, self.lock)
-        if self.multiple < 1:
-            raise ConfigError(f"multiple: {self.multiple} is less than 1")
-
-    def size(self, site: Site) -> int:
-        return self.hidden or -(-int(8 * site.width / 3) // self.multiple) * self.multiple
-
-    def build(self, site: Site) -> nn.Module:
-        return GluFeedForward(self, site)
-
-    def cost(self, site: Site) -> Cost:
-        size = self.size(site)
-        up = matrix(site.width, size, bias=self.bias)
-        return up.plus(up).plus(matrix(size, site.width, bias=self.bias))
-
-
-FEEDFORWARDS: dict[str, type[FeedForward]] = {"mlp": Mlp, "glu": Glu}
 
 
 class MlpFeedForward(nn.Module):
@@ -195,7 +126,7 @@ def _down(
 
 def _narrow(x: Tensor, *layers: nn.Module) -> bool:
     """Whether one product in float8 does for these layers."""
-    plain = [layer for layer in layers if type(layer) is Linear and layer.narrow]
+    plain = [layer for layer in layers if is_plain(layer) and layer.narrow]
     return len(plain) == len(layers) and in_float8(x, sum(layer.out_features for layer in plain))
 
 
@@ -203,7 +134,7 @@ def _by_kernel(x: Tensor, *layers: nn.Module) -> bool:
     """Whether these layers go with the kernels: in training on a GPU in bfloat16, by their own plain products."""
     if not BEND or x.device.type != "cuda" or not torch.is_grad_enabled():
         return False
-    return working(x) == torch.bfloat16 and all(type(layer) is Linear and not layer.narrow for layer in layers)
+    return working(x) == torch.bfloat16 and all(is_plain(layer) and not layer.narrow for layer in layers)
 
 
 def _bent(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, gated: bool = False) -> Tensor:
@@ -211,11 +142,3 @@ def _bent(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, ga
     from trivium.parts.kernels import bend  # not above: there is no Triton for a CPU
 
     return bend.bent(product(x, weight, None if bias is None else bias.detach()), bias, activation, gated=gated)
-
-
-def _check(hidden: int, dropout: float, lock: float) -> None:
-    if hidden < 0:
-        raise ConfigError(f"hidden: {hidden} is negative; 0 means the usual size")
-    at_least("hidden", hidden, 0, MOST)
-    fraction("dropout", dropout)
-    fraction("lock", lock)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -20,3 +23,21 @@ def working(x: Tensor) -> torch.dtype:
     """What a product with `x` is computed in: autocast's precision where it is on."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
+
+
+def set_allocator(*, keep: bool) -> None:
+    """Whether glibc's allocator keeps freed pages; `keep=False` sets its own thresholds, as high as they rise."""
+    mmap, trim = (2**30, 2**31 - 1) if keep else (2**25, 2**26)
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, mmap)
+        library.mallopt(_TRIM_THRESHOLD, trim)
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system: malloc keeps the holes between blocks."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Protocol
 
 from trivium.config import at_least
-from trivium.parts.linear import WRITERS, Linear
+from trivium.parts.roles import WRITERS
+
+if TYPE_CHECKING:  # the options are read without torch
+    import torch
+    from torch import Tensor, nn
+
+    from trivium.parts.linear import Linear
 
 
 class Init(Protocol):
     """The options of an initialisation: fills every matrix and table of a model in place.
 
     Matrices are the package's `Linear` layers; tables are what a module names in its attribute `tables`. Whatever else
-    a part has (gains, slopes, scalars) keeps the value that its constructor gave it.
+    a part has (gains, slopes, scalars) keeps the value that its constructor gave it; what has none is refused.
     """
 
     def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None: ...
@@ -105,7 +108,7 @@ class T5:
 
 INITS: dict[str, type[Init]] = {"gpt": Gpt, "gpt2": Gpt2, "fan-in": FanIn, "xavier": Xavier, "t5": T5}
 
-_Draw = Callable[[Linear, torch.Generator], object]
+_Draw = Callable[["Linear", "torch.Generator"], object]
 
 
 def _normal(deviation: Callable[[Linear], float]) -> _Draw:
@@ -117,6 +120,10 @@ def _normal(deviation: Callable[[Linear], float]) -> _Draw:
 
 
 def _fill(model: nn.Module, generator: torch.Generator, *, table: Callable[[str], float], matrix: _Draw) -> None:
+    import torch
+
+    from trivium.parts.linear import Linear
+
     done: set[int] = set()  # a tied matrix is drawn once, as the embedding it belongs to
     with torch.no_grad():
         for module in model.modules():

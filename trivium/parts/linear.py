@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.parts.hardware import working
+from trivium.parts.hooks import has_hooks
 from trivium.parts.kernels import fp8, onednn
-
-Role = Literal["query", "key", "value", "attention-out", "up", "gate", "down", "transform", "pooler", "head"]
-
-# Layers that write into the residual stream: GPT-2 scales their init by depth.
-WRITERS: frozenset[Role] = frozenset({"attention-out", "down"})
-# Layers whose products may be narrow: most of the work, and their outputs are normed, added up or softmaxed soon.
-NARROW: frozenset[Role] = frozenset({"query", "key", "value", "attention-out", "up", "gate", "down", "head"})
+from trivium.parts.roles import NARROW, Role
 
 
 class Linear(nn.Linear):
@@ -37,9 +32,24 @@ class Linear(nn.Linear):
         return product(input, matrix_of(input, self), self.bias, narrow=self.narrow)
 
 
+def give_bias(layer: nn.Module, bias: Tensor | None) -> None:
+    """Let a layer add this bias: a parameter is a parameter of it, any other tensor a buffer, which is not trained."""
+    if hasattr(layer, "bias"):
+        del layer.bias
+    if bias is None or isinstance(bias, nn.Parameter):
+        layer.register_parameter("bias", bias)
+    else:
+        layer.register_buffer("bias", bias)
+
+
+def is_plain(layer: nn.Module | None) -> TypeGuard[Linear]:
+    """Whether a product with the layer's weights does the same as calling it: no wrapper, parametrisation or hook."""
+    return type(layer) is Linear and not has_hooks(layer)
+
+
 def lent(layer: nn.Module | None) -> Tensor | None:
     """The bias of a layer, if it has one that learns and whose gradient may be made by others."""
-    if type(layer) is not Linear or layer.bias is None or not layer.bias.requires_grad:
+    if not is_plain(layer) or layer.bias is None or not layer.bias.requires_grad:
         return None
     return layer.bias
 
@@ -99,7 +109,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, narrow: bool = Fa
 
 def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     """What several layers make of `x`; on a GPU in training by one product."""
-    plain = [layer for layer in layers if type(layer) is Linear]
+    plain = [layer for layer in layers if is_plain(layer)]
     if x.device.type != "cuda" or not torch.is_grad_enabled() or len(plain) < len(layers):
         return [layer(x) for layer in layers]
     return side_by_side(x, plain)

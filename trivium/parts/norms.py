@@ -2,59 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.errors import ConfigError
 from trivium.parts.kernels.eager import RootMeanSquare, wanted
-from trivium.parts.site import Cost, Site
-
-
-class Norm(Protocol):
-    """The options of a norm over the last axis."""
-
-    def build(self, site: Site) -> nn.Module: ...
-    def cost(self, site: Site) -> Cost: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerNorm:
-    """Zero mean, unit deviation, then a learned scale and (unless `bias` is false) shift."""
-
-    eps: float = 1e-5
-    bias: bool = True
-
-    def __post_init__(self) -> None:
-        _positive(self.eps)
-
-    def build(self, site: Site) -> nn.Module:
-        return LayerNormed(site.width, self.eps, self.bias)
-
-    def cost(self, site: Site) -> Cost:
-        return Cost(site.width * (2 if self.bias else 1))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RMSNorm:
-    """LayerNorm without centring and shift: divided by the root of the mean square, then a learned scale."""
-
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        _positive(self.eps)
-
-    def build(self, site: Site) -> nn.Module:
-        return RMSNormed(site.width, self.eps)
-
-    def cost(self, site: Site) -> Cost:
-        return Cost(site.width)
-
-
-NORMS: dict[str, type[Norm]] = {"layer": LayerNorm, "rms": RMSNorm}
 
 
 class LayerNormed(nn.Module):
@@ -81,8 +33,3 @@ class RMSNormed(nn.Module):
         # Statistics in at least float32, cast back before the scale: the order of the published LLaMA checkpoints.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return F.rms_norm(wide, self.weight.shape, None, self.eps).to(x.dtype) * self.weight
-
-
-def _positive(eps: float) -> None:
-    if not eps > 0:
-        raise ConfigError(f"eps: {eps} is not positive; try 1e-5")

@@ -5,35 +5,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import fraction, place
-from trivium.errors import ConfigError, RequestError
+from trivium.errors import RequestError
 from trivium.parts.dropout import dropout
-from trivium.parts.feedforward import ACTIVATIONS, Activation
+from trivium.parts.feedforward import ACTIVATIONS
 from trivium.parts.hardware import working
 from trivium.parts.kernels.loss import IGNORED as IGNORED
 from trivium.parts.kernels.loss import summed
-from trivium.parts.linear import Linear
-from trivium.parts.norms import NORMS, LayerNorm, Norm
-from trivium.parts.site import Cost, Site, matrix
+from trivium.parts.linear import Linear, give_bias, is_plain
+from trivium.parts.options.output import MaskedHead, Softmax
+from trivium.parts.site import Site
 
 # On the CPU the loss goes in chunks of 16 MB of logits: malloc hands blocks above 32 MB back to the system, and then
 # every step pays for their pages again (3 % of a step with 10M parameters). Below 256 rows a chunk, adding up the
 # gradient of a large output matrix costs more than that.
 _CHUNK, _LEAST = 1 << 22, 256
-
-
-class Output(Protocol):
-    """The options of an output part; `tied` is the embedding matrix to share, or None."""
-
-    def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module: ...
-    def cost(self, site: Site, *, tied: bool) -> Cost: ...
 
 
 class Head(Protocol):
@@ -44,64 +35,15 @@ class Head(Protocol):
     def loss(self, hidden: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Softmax:
-    """One matrix and a softmax over the vocabulary; `cap` > 0 bounds logits by `cap * tanh(logits / cap)`."""
-
-    cap: float = 0.0
-    scale: Literal["none", "root"] = "none"  # root: states divided by sqrt(width) before the matrix (T5 when tied)
-    bias: bool = False
-    dropout: float = 0.0  # of the states before the matrix
-
-    def __post_init__(self) -> None:
-        fraction("dropout", self.dropout)
-        if self.cap < 0:
-            raise ConfigError(f"cap: {self.cap} is negative; 0 means no cap")
-
-    def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module:
-        return SoftmaxOutput(self, site, tied)
-
-    def cost(self, site: Site, *, tied: bool) -> Cost:
-        whole = matrix(site.width, site.vocab)
-        return Cost((0 if tied else whole.parameters) + (site.vocab if self.bias else 0), whole.flops)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedHead:
-    """BERT's head: a linear layer, an activation and a norm before the matrix over the vocabulary and its bias."""
-
-    activation: Activation = "gelu"
-    norm: Norm = place(NORMS, LayerNorm(eps=1e-12))
-
-    def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module:
-        return MaskedOutput(self, site, tied)
-
-    def cost(self, site: Site, *, tied: bool) -> Cost:
-        inner = matrix(site.width, site.width, bias=True).plus(self.norm.cost(site))
-        return inner.plus(Softmax(bias=True).cost(site, tied=tied))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoOutput:
-    """No vocabulary to choose from: an encoder of sentences, or one that only tells classes apart."""
-
-    def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module:
-        return StatesOnly()
-
-    def cost(self, site: Site, *, tied: bool) -> Cost:
-        return Cost()
-
-
-OUTPUTS: dict[str, type[Output]] = {"softmax": Softmax, "masked": MaskedHead, "none": NoOutput}
-
-
 class SoftmaxOutput(nn.Module):
     def __init__(self, options: Softmax, site: Site, tied: nn.Parameter | None) -> None:
         super().__init__()
         self.cap = options.cap
         self.scale = site.width**-0.5 if options.scale == "root" else 1.0
         self.dropout = options.dropout
-        self.project = _projection(site, tied, bias=options.bias)
+        self.project = _projection(site, tied, bias=options.bias and not options.fixed)
+        if options.fixed:
+            give_bias(self.project, torch.zeros(site.vocab))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The scores of every id, in the dtype of the model."""
@@ -195,7 +137,7 @@ def _chunked(
 
 def _fusible(project: nn.Module, hidden: Tensor) -> bool:
     """Whether the output is a plain matrix, and gradients need no scale against underflow as they do in float16."""
-    return isinstance(project, Linear) and working(hidden) != torch.float16
+    return is_plain(project) and working(hidden) != torch.float16
 
 
 def _summed(project: Linear, hidden_ND: Tensor, labels_N: Tensor, cap: float, smoothing: float) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.hardware import working
 from trivium.parts.kernels import levels as kernel
-from trivium.parts.linear import Linear, product
+from trivium.parts.linear import Linear, give_bias, product
 
 Bits = Literal[8, 4]
 
@@ -129,7 +129,8 @@ class QuantizedLinear(nn.Module):
         # Parameters without a gradient, not buffers: what two stacks share is then saved once.
         self.levels = nn.Parameter(levels, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
-        self.bias: nn.Parameter | None = linear.bias
+        self.bias: Tensor | None
+        give_bias(self, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:  # kernels for few rows would compute something
@@ -178,7 +179,9 @@ class TiedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.role, self.head = linear.role, linear.head
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias: Tensor | None
+        give_bias(self, linear.bias)
         self._copy: Packed | None = None
         self._made = (0, -1)  # of which storage and version
 

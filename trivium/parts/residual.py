@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 from trivium.parts.dropout import dropout
 from trivium.parts.hardware import working
-from trivium.parts.norms import LayerNormed, Norm
-from trivium.parts.site import Cost, Site
+from trivium.parts.hooks import has_hooks
+from trivium.parts.norms import LayerNormed
 
 # Whether the kernel of kernels/postnorm.py makes the gradients of a norm behind a part, in training on a GPU.
 FORKED = find_spec("triton") is not None
@@ -24,69 +23,6 @@ class Connection(Protocol):
 
     def enter(self, x: Tensor) -> Tensor: ...
     def leave(self, x: Tensor, y: Tensor) -> Tensor: ...
-
-
-class Residual(Protocol):
-    """The options of a residual scheme."""
-
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module: ...
-    def final(self, site: Site, norm: Norm) -> nn.Module: ...
-    def cost(self, site: Site, norm: Norm) -> Cost: ...
-    def final_cost(self, site: Site, norm: Norm) -> Cost: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pre:
-    """`x + drop(F(norm(x)))` and one norm after the stack: GPT-2, T5, LLaMA."""
-
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
-        return PreConnection(norm.build(site), rate)
-
-    def final(self, site: Site, norm: Norm) -> nn.Module:
-        return norm.build(site)
-
-    def cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site)
-
-    def final_cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
-    """`norm(x + drop(F(x)))` and no final norm: Vaswani, GPT-1, BERT."""
-
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
-        return PostConnection(norm.build(site), rate)
-
-    def final(self, site: Site, norm: Norm) -> nn.Module:
-        return nn.Identity()
-
-    def cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site)
-
-    def final_cost(self, site: Site, norm: Norm) -> Cost:
-        return Cost()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sandwich:
-    """`x + norm(drop(F(norm(x))))` and one norm after the stack: CogView, Gemma 2."""
-
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
-        return SandwichConnection(norm.build(site), norm.build(site), rate)
-
-    def final(self, site: Site, norm: Norm) -> nn.Module:
-        return norm.build(site)
-
-    def cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site).plus(norm.cost(site))
-
-    def final_cost(self, site: Site, norm: Norm) -> Cost:
-        return norm.cost(site)
-
-
-RESIDUALS: dict[str, type[Residual]] = {"pre": Pre, "post": Post, "sandwich": Sandwich}
 
 
 class PreConnection(nn.Module):
@@ -138,12 +74,11 @@ class PostConnection(nn.Module):
     def forks(self, x: Tensor) -> bool:
         """Whether `fork` takes the place of `leave`: where gradients are made on a GPU, if it does the same.
 
-        The stream is of bfloat16 then, the norm's weights are not, and there is no dropout. Hooks of the norm, and of
-        the last layer of a part that lends its bias, are not called.
+        The stream is of bfloat16 then, the norm's weights are not, and there is neither dropout nor a hook on the norm.
         """
         if not FORKED or x.device.type != "cuda" or not torch.is_grad_enabled() or (self.training and self.dropout):
             return False
-        if type(self.norm) is not LayerNormed or self.norm.weight.dtype != torch.float32:
+        if type(self.norm) is not LayerNormed or has_hooks(self.norm) or self.norm.weight.dtype != torch.float32:
             return False
         return x.dtype == working(x) == torch.bfloat16 and x.shape[-1] <= WIDEST
 

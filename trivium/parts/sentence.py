@@ -4,43 +4,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
-
 from torch import Tensor, nn
 
-from trivium.config import at_least
 from trivium.parts.feedforward import ACTIVATIONS
 from trivium.parts.linear import Linear
-from trivium.parts.site import MOST, Cost, Site, matrix
-
-
-class Sentence(Protocol):
-    """The options of a sentence head."""
-
-    def build(self, site: Site) -> nn.Module: ...
-    def cost(self, site: Site) -> Cost: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pooler:
-    """BERT's: `tanh(W h + b)` of the first state, then one score per class; 0 classes leave the pooled state alone."""
-
-    classes: int = 2  # next-sentence prediction: class 0 means that B follows A
-    activation: Literal["tanh", "relu"] = "tanh"  # relu: DistilBERT
-
-    def __post_init__(self) -> None:
-        at_least("classes", self.classes, 0, MOST)
-
-    def build(self, site: Site) -> nn.Module:
-        return PooledSentence(self, site)
-
-    def cost(self, site: Site) -> Cost:
-        dense = matrix(site.width, site.width, bias=True)
-        return dense.plus(matrix(site.width, self.classes, bias=True)) if self.classes else dense
-
-
-SENTENCES: dict[str, type[Sentence]] = {"pooler": Pooler}
+from trivium.parts.options.sentence import Pooler
+from trivium.parts.site import Site
 
 
 class PooledSentence(nn.Module):

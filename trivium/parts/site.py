@@ -30,13 +30,16 @@ class NoPart:
 
 
 class Cost(NamedTuple):
-    """What a part adds to a model: parameters, and forward FLOPs per token at the site's full context."""
+    """What a part adds to a model: parameters, forward FLOPs per token at the site's full context, and the elements per
+    token that it keeps for the backward pass; its input counts, its output is the input of the next part.
+    """
 
     parameters: int = 0
     flops: int = 0
+    kept: int = 0
 
     def plus(self, other: Cost) -> Cost:
-        return Cost(self.parameters + other.parameters, self.flops + other.flops)
+        return Cost(self.parameters + other.parameters, self.flops + other.flops, self.kept + other.kept)
 
 
 def matrix(inputs: int, outputs: int, *, bias: bool = False) -> Cost:

@@ -80,8 +80,9 @@ class Twins:
 
     def _tell(self, *, there: bool) -> None:
         for twin_OI, layers in self._twins:
+            own = any(_hooked(layer.weight) for layer in layers)  # a hook on a weight sees the gradient of that weight
             for layer in layers:
-                layer.twin = twin_OI if there else None
+                layer.twin = twin_OI if there and not own else None
 
     def gradients(self) -> list[Tensor]:
         """Of all twins that have one."""
@@ -110,6 +111,10 @@ class Twins:
 
 def _learns(layer: nn.Module) -> bool:
     return type(layer) is Linear and layer.weight.requires_grad and layer.weight.dtype == torch.float32
+
+
+def _hooked(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def _parts(whole_OI: Tensor, layers: tuple[Linear, ...]) -> tuple[Tensor, ...]:

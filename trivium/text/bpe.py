@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -102,12 +102,14 @@ def learn(
     tie: Tie,
     spell: Mapping[str, str],
     reserved: Collection[str] = (),
+    prefix: str = "",
 ) -> Learned:
     """Merge until there are `size` symbols or no pair occurs `min_count` times.
 
     Of equally frequent pairs the first one wins: by the spelling of left, then right ("pairs"), or by their ids
     ("ids", the rule of the `tokenizers` library). `spell` gives the letters that stand for a character in that order.
-    No merge makes a symbol that is `reserved`.
+    No merge makes a symbol that is `reserved`. A symbol that continues a word begins with `prefix`, which a merge drops
+    from its right half.
     """
     state = Segments(words, alphabet)
     table = str.maketrans(dict(spell))
@@ -127,20 +129,13 @@ def learn(
         if -count < min_count:
             break
         left, right = (state.symbols[id] for id in pair)
-        if left + right in reserved:
+        symbol = left + right.removeprefix(prefix)
+        if symbol in reserved:
             continue
-        changed = state.merge(pair, left + right)
+        changed = state.merge(pair, symbol)
         spelled += [symbol.translate(table) for symbol in state.symbols[len(spelled) :]]
         merges.append(Merge(left, right, -count))
         for other in changed:
             if other in state.pairs:
                 heapq.heappush(heap, entry(other))
     return Learned(state.symbols, merges)
-
-
-def count_words(texts: Iterable[str]) -> Counter[str]:
-    """How often each word between white space occurs."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text.split())
-    return counts

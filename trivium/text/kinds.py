@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,14 +13,14 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from trivium.config import at_least
 from trivium.errors import ConfigError
-from trivium.text.bpe import Tie, count_words, learn
+from trivium.text.bpe import Tie, learn
+from trivium.text.counting import count_presplit, count_words
 from trivium.text.library import (
     END,
     END_OF_WORD,
     RARE_WORD,
     SPACE,
     UNKNOWN,
-    UNKNOWN_WORD,
     Case,
     Fallback,
     Normal,
@@ -38,8 +36,10 @@ from trivium.text.library import (
     with_end,
 )
 from trivium.text.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer, utf8
-from trivium.text.wordpiece import CONTINUES, learn_by_likelihood
+from trivium.text.unigram import train_unigram
+from trivium.text.wordpiece import learn_by_frequency, learn_by_likelihood
 
+WHITE_SPACE = " \t\n\r"  # splits words for every kind that splits them at more than the space
 _SMALLEST = 257  # 256 bytes and <|endoftext|>
 _LONGEST_WORD = 1000  # a longer run without white space teaches no merges: each one would walk through all of it
 
@@ -147,7 +147,10 @@ class EndOfWordBpe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordPiece:
-    """BERT's pieces: the longest one that fits, then ## continuations; a word that does not come out is [UNK]."""
+    """BERT's pieces: the longest one that fits, then ## continuations; a word that does not come out is [UNK].
+
+    Equal texts in any order give an equal file.
+    """
 
     size: int = 4096  # every id: pieces, [UNK], <|endoftext|>; less if the texts are too small
     min_count: int = 2  # a pair seen fewer times is not merged
@@ -160,36 +163,20 @@ class WordPiece:
         _sizes(self.size, 3, "a piece, the unknown and the end", self.min_count)
 
     def build(self, texts: Iterable[str]) -> Tokenizer:
-        """The tokenizer whose pieces are learned from the words of `texts`; by frequency, not twice the same."""
-        inner = _blank(models.WordPiece(unk_token=UNKNOWN_WORD), library_wordpiece([], self.case, self.longest))
-        pieces = self._likely(inner, texts) if self.score == "likelihood" else self._frequent(inner, texts)
+        """The tokenizer whose pieces are learned from the words of `texts`."""
+        words = count_presplit(_checked(texts), library_wordpiece([], self.case, self.longest), WHITE_SPACE)
+        learn_pieces = learn_by_likelihood if self.score == "likelihood" else learn_by_frequency
+        pieces = learn_pieces(words, size=self.size - 2, min_count=self.min_count, longest=self.longest)
         _fits(self.size, len(pieces) + 2, "the characters of the texts")
         return LibraryTokenizer(library_wordpiece(pieces, self.case, self.longest))
-
-    def _frequent(self, inner: tokenizers.Tokenizer, texts: Iterable[str]) -> list[str]:
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=self.size - 2,
-            min_frequency=self.min_count,
-            continuing_subword_prefix=CONTINUES,
-            show_progress=False,
-        )
-        inner.train_from_iterator(_checked(texts), trainer)
-        vocabulary = inner.get_vocab(with_added_tokens=False)
-        # The library numbers the characters in the order of a hash; merges come after them, in their order.
-        single = {piece for piece in vocabulary if len(piece.removeprefix(CONTINUES)) == 1}
-        return sorted(vocabulary, key=lambda piece: (-1, piece) if piece in single else (vocabulary[piece], ""))
-
-    def _likely(self, inner: tokenizers.Tokenizer, texts: Iterable[str]) -> list[str]:
-        words: Counter[str] = Counter()
-        for text in _checked(texts):
-            split = inner.pre_tokenizer.pre_tokenize_str(inner.normalizer.normalize_str(text))
-            words.update(word for word, _ in split if len(word) <= self.longest)
-        return learn_by_likelihood(words, size=self.size - 2, min_count=self.min_count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unigram:
-    """SentencePiece's pieces: the most probable way to cut a text, each word's space in front of it."""
+    """SentencePiece's pieces: the most probable way to cut a text, each word's space in front of it.
+
+    Equal texts in any order give an equal file.
+    """
 
     size: int = 4096  # every id: pieces, the bytes of a fallback, <|unk|>, <|endoftext|>; less if the texts are small
     normal: Normal = "nfkc"  # compatible forms and single spaces, as T5; or "identity", the text as it is, as LLaMA
@@ -199,26 +186,16 @@ class Unigram:
         _sizes(self.size, 3 + 256 * (self.fallback == "bytes"), "the pieces that are always there", 1)
 
     def build(self, texts: Iterable[str]) -> Tokenizer:
-        """The tokenizer whose pieces explain `texts` best; the library does not train twice the same."""
+        """The tokenizer whose pieces give `texts` the highest probability."""
         always = byte_pieces() if self.fallback == "bytes" else []
         # a space, and what a text needs to spell out the name of a byte or of the unknown without becoming it
-        letters = sorted({SPACE, *("".join([UNKNOWN, *always]) if always else "")})
-        inner = _blank(models.Unigram(), library_unigram([], self.normal, self.fallback))
-        trainer = trainers.UnigramTrainer(
-            vocab_size=self.size - len(always) - 1,
-            unk_token=UNKNOWN,
-            initial_alphabet=letters,
-            show_progress=False,
-        )
-        try:
-            inner.train_from_iterator(_checked(texts), trainer)
-        except Exception as error:  # the library raises nothing narrower
-            if "not large enough" not in str(error):
-                raise
-            raise ConfigError(f"tokenizer.size: {self.size} is too small for the characters of the texts") from None
-        learned: list[tuple[str, float | None]] = json.loads(inner.to_str())["model"]["vocab"]
-        taken = {UNKNOWN, END, *always}
-        scores = _probable([(piece, score) for piece, score in learned if piece not in taken])
+        letters = {SPACE, *("".join([UNKNOWN, *always]) if always else "")}
+        white = WHITE_SPACE if self.normal == "nfkc" else " "
+        words = count_presplit(_checked(texts), library_unigram([], self.normal, self.fallback), white)
+        characters = sorted(letters.union(*words))
+        room = self.size - len(always) - 2
+        _fits(self.size, len(characters) + len(always) + 2, "the characters of the texts")
+        scores = train_unigram(words, characters, size=room, reserved={UNKNOWN, END, *always})
         return LibraryTokenizer(library_unigram(scores, self.normal, self.fallback))
 
 
@@ -253,13 +230,6 @@ def _checked(texts: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _blank(model: models.Model, like: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A tokenizer to train: with special tokens the library would take their spellings out of the texts."""
-    inner = tokenizers.Tokenizer(model)
-    inner.normalizer, inner.pre_tokenizer = like.normalizer, like.pre_tokenizer
-    return inner
-
-
 def _sizes(size: int, least: int, what: str, min_count: int) -> None:
     """Refuse a vocabulary without room for what it always holds, and a count that is none."""
     problems = []
@@ -278,10 +248,3 @@ def _fits(size: int, needed: int, what: str) -> None:
 
 def _ended(word: str, symbol: Symbol) -> tuple[str, ...]:
     return (*word, " ") if symbol == "separate" else (*word[:-1], word[-1] + " ")
-
-
-def _probable(scores: list[tuple[str, float | None]]) -> list[tuple[str, float]]:
-    """Log-probabilities; on a text that is almost empty the library's are not even numbers."""
-    usable = [score for _, score in scores if score is not None and math.isfinite(score) and score < 0]
-    floor = min(usable, default=-1.0)
-    return [(piece, score if score is not None and floor <= score < 0 else floor) for piece, score in scores]

@@ -20,6 +20,9 @@ class MissingTokenizer:
         self._size = size
         self._where = where
 
+    def __repr__(self) -> str:
+        return "<no tokenizer>"
+
     @property
     def kind(self) -> str:
         return "missing"

@@ -108,6 +108,9 @@ class LibraryTokenizer:
     With a card it is one that others trained, adopted.
     """
 
+    def __repr__(self) -> str:
+        return f"<{self.kind} tokenizer, {self.size:,} ids>"
+
     def __init__(self, inner: tokenizers.Tokenizer, card: Card | None = None) -> None:
         # The library neither stores this setting in its file nor has it on by default, so that "<|endoftext|>" in a
         # document would end it. Truncation and padding do come from files, and would lose or invent text.

@@ -1,4 +1,4 @@
-"""Learning WordPiece by likelihood: the pair that is most frequent for the frequency of its two parts is merged."""
+"""Learning WordPiece: merge the most frequent pair, or the most frequent one for the frequency of its two parts."""
 
 # P pairs of neighbours, dead ones included
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from trivium.text.bpe import Pair, Segments
+from trivium.text.bpe import Pair, Segments, learn
 
 CONTINUES = "##"
 
@@ -25,9 +25,20 @@ def alphabet(words: Iterable[str]) -> list[str]:
     return sorted(pieces, key=lambda piece: (piece.startswith(CONTINUES), piece))
 
 
-def learn_by_likelihood(words: Mapping[str, int], *, size: int, min_count: int) -> list[str]:
-    """At most `size` pieces: characters, then merges by count(ab) / (count(a) count(b)), ties by spelling."""
-    state = Segments({split(word): times for word, times in words.items()}, alphabet(words))
+def learn_by_frequency(words: Mapping[str, int], *, size: int, min_count: int, longest: int = 100) -> list[str]:
+    """At most `size` pieces: characters, then merges of the most frequent pair, ties by spelling.
+
+    A word of more than `longest` characters adds its characters and is in no pair.
+    """
+    parts = _split_words(words, longest)
+    return learn(
+        parts, alphabet(words), size=size, min_count=min_count, tie="pairs", spell={}, prefix=CONTINUES
+    ).symbols
+
+
+def learn_by_likelihood(words: Mapping[str, int], *, size: int, min_count: int, longest: int = 100) -> list[str]:
+    """The same by count(ab) / (count(a) count(b)) in the place of count(ab)."""
+    state = Segments(_split_words(words, longest), alphabet(words))
     scores = _Scores(state, min_count)
     while len(state.symbols) < size and (pair := scores.best()) is not None:
         left, right = (state.symbols[id] for id in pair)
@@ -35,6 +46,10 @@ def learn_by_likelihood(words: Mapping[str, int], *, size: int, min_count: int) 
         changed = state.merge(pair, symbol)
         scores.update(changed, {*pair, state.id_of[symbol]})
     return state.symbols
+
+
+def _split_words(words: Mapping[str, int], longest: int) -> dict[tuple[str, ...], int]:
+    return {split(word): times for word, times in words.items() if len(word) <= longest}
 
 
 class _Scores:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import count, islice
 from types import TracebackType
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ import torch
 from trivium.data.batch import Batch
 from trivium.data.bucketing import at_once
 from trivium.data.loader import share
-from trivium.training.device import current
 from trivium.training.job import Job
+from trivium.training.process import set_current_gpu
 from trivium.training.spikes import past
 
 AHEAD = 2  # batches on a GPU; a CPU has no time to spare beside the step itself
@@ -42,7 +42,7 @@ class Feed:
     def __init__(self, job: Job, ahead: int) -> None:
         self.job = job
         self.ahead = ahead
-        self._pool = ThreadPoolExecutor(1, "batches", current, (job.model.device,)) if ahead else None
+        self._pool = ThreadPoolExecutor(1, "batches", set_current_gpu, (job.model.device,)) if ahead else None
         self._coming: dict[Moment, Future[Made]] = {}
 
     def __enter__(self) -> Feed:
@@ -97,6 +97,7 @@ def lookahead(device: torch.device) -> int:
 def _moments(job: Job) -> Iterator[Moment]:
     """The job's own moment and those that follow if nothing comes in between."""
     cursor = job.cursor
-    for step in range(job.step, job.total):
+    timeline = job.timeline
+    for step in range(job.step, timeline.horizon) if timeline.is_complete else count(job.step):
         yield step, cursor, job.micro
         cursor = past(job.skipped, cursor + job.order.size, job.order.size)

@@ -1,57 +1,47 @@
-"""What only trying shows, tried once at the start on a copy that is thrown away: rows that fit, steps in a budget."""
+"""What only trying shows, tried once before a run on a copy of its job: rows that fit, the length of a step."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from trivium.errors import ConfigError
 from trivium.training.job import Job
 from trivium.training.loop import updates
 
-_SHARE = 0.05  # of the budget may go into measuring
-_RESERVE = 0.98  # of what is left is planned: samples and checkpoints take the rest
+_SHARE = 0.03  # of a budget may go into measuring, once there are enough steps
+_FEWEST, _MOST = 3, 8  # steps that are measured, the first among them, which compiles
 
 
-def steps_for(
-    seconds: float,
-    make: Callable[[], Job],
-    validation: Callable[[Job], float],
-    evaluations: Callable[[int], int],
-    clock: Callable[[], float],
-) -> int:
-    """The number of steps that end within `seconds` from now, validations included.
+class Timing(NamedTuple):
+    """Seconds of a step and of a whole validation, and what measuring them took."""
 
-    `make` gives a job like the real one, `validation` the seconds that one validation takes, `evaluations` how many
-    there are in a run of so many steps.
-    """
+    step: float
+    validation: float
+    measuring: float
+
+
+def measure(
+    seconds: float, make: Callable[[], Job], validation: Callable[[Job], float], clock: Callable[[], float]
+) -> Timing:
+    """Time some steps of a job like the real one, for a run of `seconds`; `validation` times a validation of it."""
     start = clock()
     job = make()
-    times: list[float] = []
+    lengths: list[float] = []
     before = clock()
     for update in updates(job):
         float(update.loss)  # wait for the device
         now = clock()
-        times.append(now - before)
+        lengths.append(now - before)
         before = now
-        if len(times) >= 4 and now - start > _SHARE * seconds:
+        if len(lengths) >= _MOST or (len(lengths) >= _FEWEST and now - start > _SHARE * seconds):
             break
-    first = max(0.0, times[0] - statistics.median(times))  # compiling, which the real job does again
-    step = statistics.median(times[2:] or times)
     once = validation(job)
     del job
     _release()
-    left = seconds - (clock() - start) - first
-    validating = evaluations(max(0, int(left / step))) * once
-    steps = int((left - validating) * _RESERVE / step)
-    if steps < 1:
-        raise ConfigError(
-            f"budget.minutes: {seconds / 60:.2f} minutes do not hold a step of {step:.1f} s beside {validating:.0f} s "
-            "of validation; give more time, a smaller model or batch, or a smaller evaluate.rows"
-        )
-    return steps
+    return Timing(statistics.median(lengths[1:] or lengths), once, clock() - start)
 
 
 def rows_that_fit(make: Callable[[], Job]) -> int:

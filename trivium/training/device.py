@@ -3,66 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trivium.errors import ConfigError, shown
 from trivium.parts.hardware import native_bf16
-from trivium.parts.kernels import fp8
+from trivium.training.machine import Gpu, Machine
 from trivium.training.recipe import Recipe
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+def torch_machine() -> Machine:
+    """The machine as torch sees it."""
+    gpus: list[Gpu] = []
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            gpus.append(Gpu(torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)))
+    return Machine(
+        gpus=tuple(gpus),
+        mps=torch.backends.mps.is_available(),
+        bf16=native_bf16(torch.device("cpu")),
+        cores=os.cpu_count() or 1,
+    )
 
 
 def choose(name: str) -> torch.device:
     """The device that `name` means; `auto` is cuda, then mps, then cpu."""
-    if isinstance(name, str) and name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        if not isinstance(name, str | torch.device):
-            raise TypeError
-        device = torch.device(name)
-    except (RuntimeError, TypeError, ValueError):
-        raise ConfigError(f"device: {shown(name)} is not a device; try auto, cpu, cuda or mps") from None
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if not there.get(device.type, False):
-        raise ConfigError(f"device: there is no {device.type} here; try device=auto or device=cpu")
-    return device
-
-
-def current(device: torch.device) -> None:
-    """Let this thread work on the GPU that is named: graphs, events and pinned memory go by what is current."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    name = str(name) if isinstance(name, torch.device) else name
+    kind, _ = torch_machine().device(name)
+    return torch.device(kind if name == "auto" else name)
 
 
 def settle(recipe: Recipe) -> Recipe:
     """The recipe with everything decided that depends on this machine."""
-    device = choose(recipe.device)
-    cuda = device.type == "cuda"
-    if recipe.precision == "fp8" and not fp8.available(device):
-        raise ConfigError("precision: this device has no fp8 products (a GPU of compute capability 8.9); try bf16")
-    if recipe.compile == "graphs" and not cuda:
-        raise ConfigError("compile: graphs are recorded on a GPU; try compile=off")
-    native = native_bf16(device)
-    if recipe.precision == "bf16" and cuda and not native:
-        raise ConfigError("precision: this GPU has no bf16 instructions (compute capability 8.0); try fp16")
-    precision = recipe.precision if recipe.precision != "auto" else "bf16" if native else "fp32"
-    mixed = precision in ("bf16", "fp8")
-    if recipe.stream == "bf16" and not mixed:
-        raise ConfigError(f"stream: bf16 goes with precision bf16 or fp8, not {precision}; try stream=fp32")
-    stream = recipe.stream if recipe.stream != "auto" else "bf16" if cuda and mixed else "fp32"
-    compiled = recipe.compile if recipe.compile != "auto" else "on" if cuda else "off"
-    threads = recipe.threads or torch.get_num_threads()
-    return replace(recipe, device=str(device), precision=precision, stream=stream, compile=compiled, threads=threads)
+    return torch_machine().settle(recipe, torch.get_num_threads())
 
 
 def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[object]]:
@@ -72,33 +49,6 @@ def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[object]]:
     kind = torch.device(recipe.device).type
     dtype = torch.float16 if recipe.precision == "fp16" else torch.bfloat16
     return lambda: torch.autocast(kind, dtype=dtype)
-
-
-def keep_memory(device: torch.device) -> None:
-    """Let the allocator keep what it has: giving pages back after every step costs a CPU run 7 % of its time."""
-    if device.type == "cpu" and platform.system() == "Linux":
-        with contextlib.suppress(OSError, AttributeError):  # a C library without mallopt does as it always did
-            library = ctypes.CDLL(None)
-            library.mallopt(_MMAP_THRESHOLD, 2**30)
-            library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def repeatable(recipe: Recipe) -> None:
-    """Let a GPU compute the same bits every time, if the recipe asks for it; a CPU does so anyway."""
-    if recipe.deterministic == "on":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS sums in any order
-        torch.use_deterministic_algorithms(True)
-
-
-def keep_compiled(runs: Path) -> None:
-    """Let the compiler keep its results beside the runs, unless the user has chosen another place."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs / ".compile").resolve()))
-    # Or else it differentiates a step with a function of our own anew each time. The graphs of both its passes are part
-    # of the key, so another version of it is another entry.
-    from torch._functorch import config
-
-    with contextlib.suppress(AttributeError):  # a torch that has another name for it is slower to start
-        config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:

@@ -28,11 +28,12 @@ class Validated(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The model wrote something."""
+    """The model wrote something: what it was given, what it made of it, and what would have been right."""
 
     step: int
     prompt: str
     text: str
+    reference: str = ""  # empty where anything may follow
 
 
 class Saved(NamedTuple):
@@ -62,8 +63,10 @@ def line(event: Event) -> str:
         case Validated(step, loss, bits, best):
             measured = "" if bits is None else f"  {bits:.4f} bits/byte"
             return f"step {step:>6}  valid {loss:.4f}{measured}{'  best' if best else ''}"
-        case Sampled(step, prompt, text):
+        case Sampled(step, prompt, text, ""):
             return f"--- sample at step {step}\n{prompt}{text}\n---"
+        case Sampled(step, prompt, text, reference):
+            return f"--- sample at step {step}\ngiven     {prompt}\nwritten   {text}\nreference {reference}\n---"
         case Said(text):
             return text
         case _:

@@ -1,15 +1,10 @@
-"""What stands between a run and trouble: signals, numbers that are not finite, memory that ran out."""
+"""What stands between a run and trouble: numbers that are not finite, memory that ran out."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,31 +12,6 @@ from torch import Tensor, nn
 from trivium.errors import OutOfMemory
 from trivium.parts.twins import Twins
 from trivium.training.recipe import Recipe
-
-
-class Signals:
-    """`with Signals() as signals:` — the first Ctrl-C or SIGTERM is noted for the loop, a second one exits at once."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            os._exit(128 + number)
-        self.received = number
 
 
 class Soundness:

@@ -15,11 +15,12 @@ from trivium.data.packed import Examples
 from trivium.models.transformer import Transformer, load_weights, weights
 from trivium.objectives.objective import Task
 from trivium.optim.averaging import Average
-from trivium.optim.optimizers import Optimizer
+from trivium.optim.stepper import Optimizer
 from trivium.parts.twins import Twins
 from trivium.training.guards import Soundness
 from trivium.training.recipe import Recipe
 from trivium.training.scaling import Scaler
+from trivium.training.timeline import Timeline
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,13 +38,18 @@ class Job:
     soundness: Soundness
     twins: Twins | None = None  # the matrices that a step multiplies by, if they are not the weights themselves
     compute: Callable[[Batch], Tensor]  # the summed loss of a micro-batch, compiled or not
-    total: int
+    timeline: Timeline
     micro: int  # rows (or tokens) of one forward pass; halved when memory runs out and the recipe leaves it open
     step: int = 0
     cursor: int = 0  # rows consumed; batch.rows for each batch of pairs, however many it has
     tokens: int = 0  # labels that counted
     overflows: int = 0  # steps whose fp16 gradients overflowed: their data is used up, their update was not made
     skipped: list[tuple[int, int]] = field(default_factory=list)  # rows [first, end) that a rollback leaves out
+
+    @property
+    def total(self) -> int:
+        """The number of steps of the run; an estimate until a budget in minutes comes to its end."""
+        return self.timeline.total
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The tensors of a checkpoint by section."""

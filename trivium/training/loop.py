@@ -82,12 +82,12 @@ def _arrived(numbers: Tensor, event: torch.cuda.Event | None, waited: bool) -> b
 
 
 def updates(job: Job, ahead: int | None = None) -> Iterator[Update]:
-    """Train step by step until the budget is spent; `ahead` batches are made before their step has come."""
+    """Train step by step to the horizon of the timeline; `ahead` batches are made before their step has come."""
     replay = None
     if job.recipe.compile == "graphs" and isinstance(job.scaler, Unscaled):  # fp16 decides on the host what follows
         replay = Replay(job.model.device, lambda parts, dials: advance(job, parts, dials))
     with Feed(job, lookahead(job.model.device) if ahead is None else ahead) as feed:
-        while job.step < job.total:
+        while job.step < job.timeline.horizon:  # which the session moves on
             job.cursor = past(job.skipped, job.cursor, job.order.size)
             yield _update(job, feed, replay)
 
@@ -95,9 +95,10 @@ def updates(job: Job, ahead: int | None = None) -> Iterator[Update]:
 def _update(job: Job, feed: Feed, replay: Replay | None) -> Update:
     """One step."""
     recipe, scale, done = job.recipe, job.scaler.scale, job.step + 1 - job.overflows
+    position = job.timeline.position(job.step + 1) - job.overflows
     if job.twins is not None:
         job.twins.refresh()  # here, since a recorded step would not
-    factor, follow = recipe.schedule.factor(done, job.total), job.average.share(done)
+    factor, follow = recipe.schedule.factor(position, job.timeline.planned), job.average.share(done)
 
     def attempt(made: Made) -> tuple[Tensor, Callable[[], tuple[bool, Tensor, Tensor]]]:
         """The loss with the gradients in the model, and what moves the weights; a recorded step has done both."""
@@ -211,9 +212,6 @@ def computation(
         judge = task.loss if model.training else judgement(task)
         return beside(judge(model.head, states, targets), model, states, targets)
 
-    if ragged and compiled:
-        # lengths choose between kernels, those of sources and of targets each, and validation has programs of its own
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     function = torch.compile(loss, dynamic=True if ragged else None) if compiled else loss
 
     def compute(batch: Batch) -> Tensor:

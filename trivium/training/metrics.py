@@ -11,6 +11,7 @@ from typing import Any
 
 from trivium.errors import CheckpointError
 from trivium.files import read_inside, write_atomic
+from trivium.records import rows_in
 
 _LARGEST = 1 << 30  # bytes of a journal: some six million steps
 
@@ -93,15 +94,7 @@ def _open_plain(path: str, flags: int) -> int:
 
 
 def _rows(content: bytes) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for line in content.split(b"\n"):  # and not `splitlines`: a text in a row may hold other line separators
-        try:
-            row = json.loads(line.decode("utf-8", errors="replace"))
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and _is_sound(row):
-            found.append(row)
-    return found
+    return [row for row in rows_in(content) if _is_sound(row)]
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:

@@ -11,10 +11,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from trivium import config as settings
-from trivium.files import Lock, write_atomic
+from trivium import records
+from trivium.files import Lock, remove_leftovers, write_atomic
 from trivium.training.device import environment
 from trivium.training.metrics import Journal
 from trivium.training.prepare import Ground
+from trivium.training.recipe import Recipe
 from trivium.training.rollback import History
 from trivium.training.track import Tracker
 
@@ -29,12 +31,17 @@ class Home:
 
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
+        self.recipe = ground.recipe
         self.folder = ground.folder
         self._locks = contextlib.ExitStack()
+        self._about = b""  # as it was written when the run began
         self._mark: os.stat_result | None = None  # of the lock file: another one there means another folder
 
     def __enter__(self) -> Home:
         self._lock()
+        with contextlib.suppress(OSError):
+            self._about = (self.folder / records.ABOUT).read_bytes()
+            remove_leftovers(self.folder)
         return self
 
     def __exit__(
@@ -42,9 +49,10 @@ class Home:
     ) -> None:
         self._locks.close()
 
-    def describe(self) -> None:
-        """Write the resolved configuration."""
-        write_atomic(self.folder / "config.toml", settings.write(self.ground.recipe).encode())
+    def describe(self, recipe: Recipe | None = None) -> None:
+        """Write the resolved configuration; a `recipe` takes the place of the one before."""
+        self.recipe = recipe or self.recipe
+        write_atomic(self.folder / "config.toml", settings.write(self.recipe).encode())
 
     def restore(self) -> bool:
         """Make a folder that is gone again, from memory; whether that was needed. A full disk is the OSError."""
@@ -56,6 +64,8 @@ class Home:
         self.ground.tokenizer.save(self.folder / "tokenizer.json")
         facts = json.dumps(environment(self.ground.recipe), indent=2) + "\n"
         write_atomic(self.folder / "env.json", facts.encode())
+        if self._about:
+            write_atomic(self.folder / records.ABOUT, self._about)
         return True
 
     def _present(self, mark: os.stat_result) -> bool:
@@ -86,6 +96,7 @@ class Record:
         self.history = history
         self.metrics = Journal(home.folder / "metrics.jsonl")
         self.samples = Journal(home.folder / "samples.jsonl")
+        self.timeline = Journal(home.folder / "timeline.jsonl")  # the knots of a budget in minutes
         self.trackers = trackers
         self.gone = False  # whether the folder had to be made again and holds no checkpoint yet
         self._untold: list[Mapping[str, Any]] | None = []  # None: the trackers must hear everything from the start
@@ -115,8 +126,8 @@ class Record:
         self.restore()
         if not self.history.saved:
             self.history.write()
-        self.metrics.flush()
-        self.samples.flush()
+        for journal in (self.metrics, self.samples, self.timeline):
+            journal.flush()
         # nobody knows what a tracker that failed in the middle has heard: then all of them begin again
         untold, self._untold = self._untold, None
         for tracker in self.trackers:
@@ -127,8 +138,8 @@ class Record:
         self._untold = []
 
     def close(self) -> None:
-        self.metrics.close()
-        self.samples.close()
+        for journal in (self.metrics, self.samples, self.timeline):
+            journal.close()
         for tracker in self.trackers:
             tracker.close()
 

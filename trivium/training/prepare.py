@@ -7,8 +7,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from trivium import config as settings
+from trivium import records
 from trivium.data import shards as data
 from trivium.data.bucketing import Buckets, Pairs
 from trivium.data.loader import Order, Ordering
@@ -23,28 +25,36 @@ from trivium.data.mixing import ordering, training_rows
 from trivium.data.packed import Examples, PackedPairs
 from trivium.data.packing import Rows
 from trivium.data.pairs import build as build_shards
-from trivium.data.pairs import paired, training_files, training_texts
+from trivium.data.pairs import paired, settled, training_files, training_texts
 from trivium.data.shards import Shards, Stream
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import write_synced
 from trivium.models.transformer import build, with_vocab
-from trivium.objectives.masked import Masked
 from trivium.objectives.objective import Task
-from trivium.objectives.seq2seq import Seq2Seq
+from trivium.objectives.options import Seq2Seq
 from trivium.optim.onepass import with_twins
 from trivium.parts.linear import narrowed
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
-from trivium.training.calibrate import rows_that_fit, steps_for
-from trivium.training.device import autocast, current, environment, keep_compiled, keep_memory, repeatable, settle
+from trivium.training.about import describe, preset_of
+from trivium.training.calibrate import measure, rows_that_fit
+from trivium.training.checks import check_form, ready, taken
+from trivium.training.deadline import VALIDATION
+from trivium.training.device import autocast, environment, settle
+from trivium.training.fit import fitted, surely_fits
 from trivium.training.guards import Soundness, enough_memory
 from trivium.training.job import Job
 from trivium.training.loop import computation
-from trivium.training.recipe import Recipe, interval
+from trivium.training.process import process_settings
+from trivium.training.recipe import Budget, Recipe
 from trivium.training.scaling import scaler
-from trivium.training.scratch import prepared
+from trivium.training.scratch import prepared, replaced
+from trivium.training.stages import stage
+from trivium.training.timeline import Timeline, times
 from trivium.training.validate import validate
+
+START = "start.json"  # what the finished model keeps of the one that it began with
 
 Say = Callable[[str], None]
 Tick = Callable[[str, int, int], None]  # what is going on, how far, of how much
@@ -59,6 +69,7 @@ class Ground:
     tokenizer: Tokenizer
     shards: Shards
     task: Task
+    spent: float = 0.0  # seconds of the budget that measuring took before the run
     # Packing takes a while: pairs are made once, when they are first asked for, also for all that `replace` makes.
     _made: dict[tuple[object, ...], Pairs | PackedPairs] = field(default_factory=dict, repr=False, compare=False)
 
@@ -88,8 +99,9 @@ class Ground:
         fixed = settings.flat(self.recipe)
         prefixes = ("model.", "objective.", "optim.kind", "average.kind", "data.weights", "data.shift")
         kept = {key: value for key, value in fixed.items() if key.startswith(prefixes)}
-        if self.recipe.data.pack:  # only then: runs from before there was such a key go on
-            kept["data.pack"] = self.recipe.data.pack
+        for name in ("pack", "length"):  # only where they are set: runs from before there were such keys go on
+            if value := getattr(self.recipe.data, name):
+                kept[f"data.{name}"] = value
         batch = self.recipe.batch
         content = {**kept, "seed": self.recipe.seed, batch.unit: batch.size, "data": self.shards.digest}
         return settings.hashed({**content, "sources": list(self.shards.train.sources)})
@@ -100,54 +112,57 @@ def lay(
     runs: Path,
     *,
     parts: Sequence[type[Any]] = (),
+    tables: Sequence[Mapping[str, Any]] = (),
+    again: bool = False,
     say: Say,
     tick: Tick,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ground:
-    """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text."""
+    """Make the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text.
+
+    `tables` are those that the recipe was read from; they name its preset. With `again` the folder is that of a run
+    which the new one replaces, once it is ready.
+    """
     folder = runs / recipe.name
-    if not recipe.name:
-        raise ConfigError("name: a run needs a name; add name=NAME")
-    if folder.exists():
-        raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}` or set another name")
-    if not (recipe.data.paths or recipe.data.paired):
-        raise ConfigError("data.paths: no text is named; add data.paths=FILE")
-    if not (recipe.budget.steps or recipe.budget.tokens or recipe.budget.minutes):
-        raise ConfigError(
-            "budget: nothing says how long to train; add budget.steps=N, budget.tokens=N or budget.minutes=N"
-        )
-    recipe = replace(settle(recipe), data=recipe.data.below(Path.cwd()))
-    recipe = start.taken_over(recipe, parts=parts, say=say)
+    recipe = ready(recipe, None if again else folder, settle=settle, parts=parts, say=say)
+    if again and recipe.start and Path(recipe.start).is_relative_to(folder.absolute()):
+        raise ConfigError(f"start: {recipe.start} lies in the run that is to be replaced; set another name")
     built = data.built_shards(recipe.data)
     if built is None:
-        _check_form(recipe, pairs=recipe.data.paired)
-        training_files(recipe.data)  # a missing file is refused before a folder is made
+        recipe = replace(recipe, data=settled(recipe.data))
     else:
         say(f"the shards in {built} bring their own tokenizer and validation text")
         recipe = replace(recipe, tokenizer=File(path=str(built / "tokenizer.json")))
     with prepared(folder) as scratch:
-        tokenizer, shards = _text(recipe, scratch, say, tick)
+        tokenizer, shards = _text(recipe, scratch, say, tick, clock)
         recipe = start.with_specials(recipe, tokenizer, say=say)
         recipe = replace(recipe, model=with_vocab(recipe.model, tokenizer.size))
         build(recipe.model, device="meta")  # what only building shows is refused before anything stays behind
         ground = _ground(scratch, recipe, tokenizer, shards)
+        _check_length(ground)
         for sentence in _about_pairs(ground):
             say(sentence)
+        recipe = fitted(recipe, length=ground.task.length, say=say)
+        ground = replace(ground, recipe=recipe)
         _order(recipe, ground.train)
         _try_batches(ground)
-        with enough_memory(recipe):
-            ground = replace(ground, recipe=_with_micro(ground, say))
-            ground = replace(ground, recipe=_with_steps(ground, clock))
+        with enough_memory(recipe), process_settings(recipe, runs):
+            ground = replace(ground, recipe=_with_micro(ground, say, clock))
+            ground = _with_budget(ground, say, clock)
         tokenizer.save(scratch / "tokenizer.json")
+        if notes := start.notes(recipe):
+            write_synced(scratch / START, (json.dumps(notes, ensure_ascii=False) + "\n").encode())
         write_synced(scratch / "config.toml", settings.write(ground.recipe).encode())
+        about = describe(ground.recipe, tokenizer, shards, preset_of(ground.recipe, *tables))
+        write_synced(scratch / records.ABOUT, about)
         write_synced(scratch / "env.json", (json.dumps(environment(recipe), indent=2) + "\n").encode())
         try:
-            os.rename(scratch, folder)
+            replaced(folder, scratch) if again else os.rename(scratch, folder)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-            raise ConfigError(f"name: {folder} exists already; go on with `trivium train {folder}`") from None
-    return reopen(folder, ground.recipe)
+            raise ConfigError(f"name: {taken(folder)}") from None
+    return replace(reopen(folder, ground.recipe), spent=ground.spent)
 
 
 def reopen(folder: Path, recipe: Recipe) -> Ground:
@@ -163,24 +178,19 @@ def reopen(folder: Path, recipe: Recipe) -> Ground:
 
 
 def _ground(folder: Path, recipe: Recipe, tokenizer: Tokenizer, shards: Shards) -> Ground:
-    _check_form(recipe, pairs=paired(shards))
-    task = recipe.objective.bind(tokenizer, recipe.model)
+    check_form(recipe, pairs=paired(shards))
+    length, model = recipe.data.length, recipe.model
+    task = recipe.objective.bind(tokenizer, replace(model, context=length) if length else model)
     return Ground(folder=folder, recipe=recipe, tokenizer=tokenizer, shards=shards, task=task)
 
 
-def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
+def job(ground: Ground, total: int | Timeline, *, begin: bool = True) -> Job:
     """A job at step 0 with newly drawn weights, or with those that the recipe starts from.
 
     Without `begin` it is about to take up a checkpoint, and the recipe's start need not be there any more.
     """
     recipe = ground.recipe
     device = torch.device(recipe.device)
-    torch.set_num_threads(recipe.threads)
-    current(device)
-    keep_memory(device)
-    repeatable(recipe)
-    if recipe.compile != "off":
-        keep_compiled(ground.folder.parent)
     model = build(recipe.model, seed=recipe.seed, device=device)
     model.recompute = recipe.recompute == "blocks"
     model.stream = torch.bfloat16 if recipe.stream == "bf16" else None
@@ -201,7 +211,7 @@ def job(ground: Ground, total: int, *, begin: bool = True) -> Job:
         order=_order(recipe, rows),
         soundness=Soundness(recipe.nonfinite, device),
         compute=computation(model, ground.task, autocast(recipe), recipe.compile != "off", isinstance(rows, Pairs)),
-        total=total,
+        timeline=total if isinstance(total, Timeline) else Timeline.fixed(total),
         micro=recipe.micro,
     )
     if recipe.compile == "graphs":
@@ -228,7 +238,7 @@ def twinned(recipe: Recipe) -> bool:
     return worth and recipe.micro >= recipe.batch.size
 
 
-def beginning(ground: Ground, total: int) -> Job:
+def beginning(ground: Ground, total: int | Timeline) -> Job:
     """The job at step 0 to copy from, on the CPU: the device has no room for two."""
     recipe = replace(ground.recipe, device="cpu", compile="off")
     try:
@@ -240,12 +250,21 @@ def beginning(ground: Ground, total: int) -> Job:
         ) from None
 
 
+def start_notes(folder: Path) -> dict[str, Any]:
+    """What the model of a run keeps of its start."""
+    try:
+        found = json.loads((folder / START).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def trackers(ground: Ground) -> list[track.Tracker]:
     """Who hears of a run's numbers beside metrics.jsonl, as `track` says."""
     return track.trackers(ground.folder, ground.recipe.track)
 
 
-def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick) -> tuple[Tokenizer, Shards]:
+def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick, clock: Callable[[], float]) -> tuple[Tokenizer, Shards]:
     built = data.built_shards(recipe.data)
     if built is not None:
         own = open_tokenizer(built)
@@ -258,10 +277,15 @@ def _text(recipe: Recipe, scratch: Path, say: Say, tick: Tick) -> tuple[Tokenize
         done += count
         tick("tokenizer", done, size)
 
-    tokenizer = _extended(recipe.tokenizer.build(training_texts(recipe.data, read=read)), recipe)
-    shards = build_shards(
-        recipe.data, tokenizer, scratch / "data", progress=lambda at, of: tick("data", at, of), say=say
-    )
+    with stage("tokenizer", say, clock) as current:
+        found = start.known_tokenizer(recipe) or recipe.tokenizer.build(training_texts(recipe.data, read=read))
+        tokenizer = _extended(found, recipe)
+        current.detail = f"{tokenizer.size:,} ids"
+    with stage("data", say, clock) as current:
+        shards = build_shards(
+            recipe.data, tokenizer, scratch / "data", progress=lambda at, of: tick("data", at, of), say=say
+        )
+        current.detail = f"{len(shards.train) + len(shards.valid):,} tokens"
     return tokenizer, shards
 
 
@@ -271,12 +295,14 @@ def _extended(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
     return tokenizer if tokenizer.specials.keys() >= set(specials) else tokenizer.extended(specials)
 
 
-def _with_micro(ground: Ground, say: Say) -> Recipe:
+def _with_micro(ground: Ground, say: Say, clock: Callable[[], float]) -> Recipe:
     """The recipe with as many rows at a time as fit the device."""
     recipe = ground.recipe
-    if recipe.batch.micro or not tried(torch.device(recipe.device)):
+    if recipe.batch.micro or not tried(torch.device(recipe.device)) or surely_fits(recipe, ground.task.length):
         return recipe
-    micro = rows_that_fit(lambda: job(ground, 1))
+    with stage("memory", say, clock) as current:
+        micro = rows_that_fit(lambda: job(ground, 1))
+        current.detail = f"{micro} {recipe.batch.unit} at a time fit"
     if micro == recipe.micro:
         return recipe
     what = f"{recipe.micro} {recipe.batch.unit} at a time"
@@ -289,32 +315,44 @@ def tried(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _with_steps(ground: Ground, clock: Callable[[], float]) -> Recipe:
-    """The recipe with its budget as a number of steps."""
+def _with_budget(ground: Ground, say: Say, clock: Callable[[], float]) -> Ground:
+    """The ground with a budget in steps, or with a plan for one in minutes."""
     recipe = ground.recipe
-    if recipe.budget.steps:
-        return recipe
     if recipe.budget.tokens:
         steps = math.ceil(recipe.budget.tokens / _tokens_per_step(recipe, ground.train))
-    else:
-        seconds = recipe.budget.minutes * 60
-        every = recipe.evaluate.every
-        steps = steps_for(
-            seconds,
-            lambda: job(ground, 1_000_000),
-            lambda trial: _validation(trial, ground, clock),
-            lambda steps: math.ceil(steps / interval(every, steps)),
-            clock,
+        return replace(ground, recipe=replace(recipe, budget=Budget(steps=steps)))
+    if not recipe.budget.minutes or recipe.budget.planned:  # the file of a run in minutes repeats it
+        return ground
+    seconds = recipe.budget.minutes * 60
+    rows = _validated_rows(ground)
+    with stage("timing", say, clock) as current:
+        trial = partial(job, ground, 1_000_000)
+        timing = measure(seconds, trial, lambda made: _validation(made, ground, clock), clock)
+        current.detail = f"{timing.step:.3g} s a step"
+    planned = max(1, int((seconds - timing.measuring) * (1 - VALIDATION) / max(timing.step, 1e-9)))
+    recipe = replace(recipe, budget=replace(recipe.budget, planned=planned))
+    # a margin for a machine that is busier later on
+    allowed = 0.8 * VALIDATION * seconds / times(recipe.evaluate.every, planned)
+    if rows and timing.validation > allowed:
+        fewer = max(1, int(rows * allowed / timing.validation))
+        say(
+            f"each validation reads {fewer:,} of {rows:,} rows, so that all of them take less than a tenth of "
+            f"{recipe.budget.minutes:g} minutes (evaluate.rows)"
         )
-    return replace(recipe, budget=replace(recipe.budget, steps=steps, tokens=0, minutes=0.0))
+        recipe = replace(recipe, evaluate=replace(recipe.evaluate, rows=fewer))
+    return replace(ground, recipe=recipe, spent=timing.measuring)
+
+
+def _validated_rows(ground: Ground) -> int:
+    """How many rows each validation reads."""
+    return min(len(ground.valid), ground.recipe.evaluate.rows or len(ground.valid))
 
 
 def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float:
     """The seconds that one validation takes, by a part of it."""
-    recipe, rows = ground.recipe, ground.valid
-    if not len(rows):
+    recipe, rows, wanted = ground.recipe, ground.valid, _validated_rows(ground)
+    if not wanted:
         return 0.0
-    wanted = min(len(rows), recipe.evaluate.rows or len(rows))
     tokens = int(rows.sizes.max(axis=1).mean()) if isinstance(rows, Pairs) and recipe.batch.tokens else 1
     part = min(wanted, max(1, 4 * trial.micro // tokens))
     if recipe.compile != "off":  # once before the clock runs: a model in evaluation is another program to compile
@@ -322,25 +360,6 @@ def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float
     before = clock()
     validate(trial, rows, limit=part)
     return (clock() - before) * wanted / part
-
-
-def _check_form(recipe: Recipe, *, pairs: bool) -> None:
-    """Refuse pairs without an objective that reads them, and an objective or a batch of pairs without pairs."""
-    asks = isinstance(recipe.objective, Seq2Seq)
-    if pairs and not asks:
-        raise ConfigError("objective: pairs are learned with objective=seq2seq; set it, or name text in data.paths")
-    if asks and not pairs:
-        raise ConfigError("data: objective=seq2seq learns from pairs; set data.source and data.target, or data.pairs")
-    if recipe.data.pack and not pairs:
-        raise ConfigError("data.pack: text fills its rows anyway, only pairs are packed; leave it out")
-    if recipe.data.pack and recipe.batch.tokens:
-        raise ConfigError("batch.tokens: packed pairs fill rows of one length; set batch.rows instead")
-    if recipe.batch.tokens and not pairs:
-        raise ConfigError("batch.tokens: rows of text are all of one length; set batch.rows instead")
-    if recipe.data.shift != "none" and (
-        pairs or (isinstance(recipe.objective, Masked) and recipe.objective.frame == "pair")
-    ):
-        raise ConfigError("data.shift: only rows that are cut from a text one after another can be; leave it out")
 
 
 def _order(recipe: Recipe, rows: Examples) -> Ordering:
@@ -370,6 +389,16 @@ def _try_batches(ground: Ground) -> None:
     for rows in (ground.train, ground.valid):
         if len(rows):
             ground.task.inputs(rows.take(np.zeros(1, np.int64)), np.random.default_rng(ground.recipe.seed))
+
+
+def _check_length(ground: Ground) -> None:
+    """Refuse a text that does not fill a single row: a model would only learn it by heart."""
+    rows = ground.train
+    if isinstance(rows, Rows) and (tokens := len(rows.stream) - 1) < rows.length:
+        raise ConfigError(
+            f"data.paths: the training text has {tokens:,} tokens, less than one row of {rows.length:,}; name more "
+            "text, or set a smaller data.length"
+        )
 
 
 def _about_pairs(ground: Ground) -> Iterator[str]:

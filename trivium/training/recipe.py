@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
 
-from trivium.config import at_least, kind_of, place, preset
+from trivium.config import accept, at_least, kind_of, place, preset
 from trivium.data.config import DataConfig
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
-from trivium.objectives.causal import Causal
-from trivium.objectives.objective import Objective
-from trivium.objectives.table import OBJECTIVES
-from trivium.optim.averaging import AVERAGES, Averaging, NoAverage
-from trivium.optim.optimizers import OPTIMIZERS, AdamW, Optim
+from trivium.objectives.options import OBJECTIVES, Causal, Objective
+from trivium.optim.options import AVERAGES, OPTIMIZERS, AdamW, Averaging, NoAverage, Optim
 from trivium.optim.schedules import SCHEDULES, Cosine, Schedule
+from trivium.parts.options.output import NoOutput
 from trivium.text.kinds import TOKENIZERS, Bpe
 from trivium.training.spikes import SPIKES, Rollback, Spikes
+from trivium.training.timeline import Knot, Timeline
+
+ROWS, TOKENS = 32, 2048  # of a batch, if a recipe says nothing: of text, and of pairs by their longer side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
     """How much one update sees, and how much of it fits the device at a time."""
 
-    rows: int = 32
+    # 0 means 32 rows; pairs that are not packed are then counted in tokens.
+    rows: int = 0
     # Pairs of similar lengths instead of a number of rows: at most so many tokens of the longer side, padding too.
     tokens: int = 0
     # Rows (or tokens) per forward pass, gradients are accumulated; 0 means all at once, or less if memory runs out.
     micro: int = 0
 
     def __post_init__(self) -> None:
-        at_least("rows", self.rows, 1)
+        accept(self)
+        at_least("rows", self.rows, 0)
         at_least("tokens", self.tokens, 0)
         at_least("micro", self.micro, 0)
 
     @property
     def size(self) -> int:
         """All of a batch, in rows or in tokens."""
-        return self.tokens or self.rows
+        return self.tokens or self.rows or ROWS
+
+    def settled(self, *, pairs: bool) -> BatchConfig:
+        """The same with a definite number of rows; for `pairs` that are not packed also of tokens."""
+        if self.rows:
+            return self
+        return replace(self, rows=ROWS, tokens=TOKENS if pairs and not self.tokens else self.tokens)
 
     @property
     def unit(self) -> str:
@@ -47,18 +57,39 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """How long to train: one of the three. Minutes become steps by timing, once, at the start."""
+    """How long to train: one of the three. Minutes are a deadline, which the schedule follows by the clock."""
 
+    ALTERNATIVES: ClassVar = (("steps",), ("tokens",), ("minutes", "planned", "knots", "shares"))
     steps: int = 0
     tokens: int = 0
     minutes: float = 0.0
+    # Written by a run with a budget in minutes, so that its file repeats it: the steps that its schedule counts in, and
+    # the share of the run that was over after some steps.
+    planned: int = 0
+    knots: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        accept(self)
         given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name)]
-        if min(self.steps, self.tokens, self.minutes) < 0:
-            raise ConfigError("a budget cannot be negative")
+        for name in ("steps", "tokens", "minutes"):
+            at_least(name, getattr(self, name), 0)
         if len(given) > 1:
-            raise ConfigError(f"{given[1]}: a budget is steps, tokens or minutes, not several; set {given[0]} to 0")
+            raise ConfigError(f"{given[1]}: a budget is steps, tokens or minutes, not several; leave {given[0]} out")
+        at_least("planned", self.planned, 0)
+        rising = all(a < b for a, b in pairwise((0, *self.knots)))
+        shares = (0.0, *self.shares, 1.0)
+        if len(self.knots) != len(self.shares) or not rising or any(a > b for a, b in pairwise(shares)):
+            raise ConfigError("knots: they do not rise together with budget.shares; leave both out")
+        if self.knots and not (self.minutes and self.planned):
+            raise ConfigError("knots: they belong to a budget in minutes; leave them out")
+
+    @property
+    def timeline(self) -> Timeline:
+        """How far a run is after each step, as far as that is decided."""
+        if not self.minutes:
+            return Timeline.fixed(self.steps)
+        return Timeline(self.planned, [Knot(*pair) for pair in zip(self.knots, self.shares, strict=True)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +97,14 @@ class Evaluate:
     """When to measure on the validation text: every so many steps, or a share of the run up to 1.0; 0: at the end."""
 
     every: int | float = 0.1  # 1 is every step, 1.0 the whole run
-    rows: int = 0  # at most so many rows; 0 means all
+    rows: int = 0  # at most so many rows; 0 means all, or as many as a tenth of a budget in minutes allows
+    patience: int = 0  # stop after so many validations in a row without a new best one; 0 means never
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("every", self.every, 0)
         at_least("rows", self.rows, 0)
+        at_least("patience", self.patience, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +116,7 @@ class Checkpoints:
     use: Literal["best", "last"] = "best"  # by validation loss
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("every", self.every, 0)
         at_least("keep", self.keep, 1)
 
@@ -96,13 +131,15 @@ class Sample:
     temperature: float = 0.8
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("every", self.every, 0)
         at_least("tokens", self.tokens, 1)
         at_least("temperature", self.temperature, 0)
 
 
 # What a recipe that says nothing means, and what a run that starts from another model takes over from there.
-MODEL, TOKENIZER = PRESETS["gpt-mini"](), Bpe()
+DEFAULT = "gpt-mini"
+MODEL, TOKENIZER = PRESETS[DEFAULT](), Bpe()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +157,7 @@ class Recipe:
     stream: Literal["auto", "fp32", "bf16"] = "auto"
     # on for cuda, off elsewhere; graphs: whole steps as CUDA graphs, for small models
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
+    memory: Literal["check", "try"] = "check"  # check: refuse what cannot fit; try: begin all the same
     threads: int = 0  # 0 means as many as torch finds; another number gives other bits
     deterministic: Literal["on", "off"] = "off"  # on: the same bits again on a GPU too, at some cost in speed
     clip: float = 1.0  # the largest gradient norm; 0 means no clipping
@@ -146,6 +184,7 @@ class Recipe:
     sample: Sample = Sample()
 
     def __post_init__(self) -> None:
+        accept(self)
         at_least("clip", self.clip, 0)
         at_least("threads", self.threads, 0)
         at_least("log", self.log, 1)
@@ -158,22 +197,16 @@ class Recipe:
         left_open = self.start and self.model == MODEL
         if not left_open and self.model.family not in self.objective.families:
             raise ConfigError(_untrainable(self.objective, self.model))
+        if not left_open and isinstance(self.model.output, NoOutput):
+            kind = kind_of(self.objective, OBJECTIVES)
+            raise ConfigError(
+                f"model.output: none has no vocabulary, and nothing to learn by objective={kind}; set one"
+            )
 
     @property
     def micro(self) -> int:
         """Rows of one forward pass, or tokens."""
         return min(self.batch.micro or self.batch.size, self.batch.size)
-
-
-def due(every: float, step: int, total: int) -> bool:
-    """Whether something that happens `every` so often happens after `step`; the last step always counts."""
-    return step == total or step % interval(every, total) == 0
-
-
-def interval(every: float, total: int) -> int:
-    """The steps between two times of something that happens `every` so often in a run of `total`, at least 1."""
-    share = isinstance(every, float) and every <= 1
-    return max(1, (round(every * total) if share else int(every)) if every else total)
 
 
 def _untrainable(objective: Objective, model: ModelConfig) -> str:

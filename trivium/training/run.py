@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trivium import config as settings
 from trivium.data import shards as data
 from trivium.data.pairs import build
-from trivium.errors import CheckpointError, ConfigError, shown
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import prepare
 from trivium.training.device import settle
-from trivium.training.prepare import Ground, Say, Tick
-from trivium.training.recipe import FIXED, Recipe
+from trivium.training.prepare import Say, Tick
+from trivium.training.recipe import Recipe
+from trivium.training.recipes import RUNS, is_run, read_recipe, resumed_recipe, with_data_below
+from trivium.training.scratch import sweep
 from trivium.training.session import Session
 
-__all__ = ["RUNS", "Session", "is_run", "open_run", "read_recipe"]
+__all__ = ["Exists", "Session", "open_run"]
 
-RUNS = Path("runs")
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder holds a run."""
-    return (path / "config.toml").is_file()
-
-
-def read_recipe(source: Path, *layers: Mapping[str, Any], parts: Sequence[type[Any]] = ()) -> Recipe:
-    """The recipe in a TOML file with `layers` laid over it, named after the file unless it says otherwise."""
-    recipe = settings.load(Recipe, settings.read(source), *layers, parts=parts)
-    return recipe if recipe.name else replace(recipe, name=source.stem)
+Exists = Literal["refuse", "resume", "replace"]
 
 
 def open_run(
@@ -41,71 +30,32 @@ def open_run(
     runs: Path = RUNS,
     data_dir: Path | None = None,
     parts: Sequence[type[Any]] = (),
+    exists: Exists = "refuse",
     say: Say,
     tick: Tick,
 ) -> Session:
     """A session on a new run (from a recipe or its file) or on an old one (from its folder).
 
-    The recipe's relative paths of data are below `data_dir`, or else below the current folder.
+    The recipe's relative paths of data are below `data_dir`, or else below the current folder. `exists` says what
+    becomes of a run of the same name.
     """
     if isinstance(source, Path) and source.is_dir():
-        if not is_run(source):
-            raise ConfigError(f"{source} is not a run: it has no config.toml; name a recipe or a run's folder")
-        return Session(_resumed(source, layer, parts, say, tick), say)
+        recipe = resumed_recipe(source, layer, settle, parts=parts, say=say)
+        sweep(source.absolute().parent)
+        _check_data(source, recipe, say, tick)
+        return Session(prepare.reopen(source, recipe), say)
     recipe = read_recipe(source, layer, parts=parts) if isinstance(source, Path) else source
     if not isinstance(source, Path) and layer:
         recipe = settings.load(Recipe, layer, parts=parts, start=recipe)
-    if data_dir is not None:
-        if not data_dir.is_dir():
-            raise ConfigError(f"--data-dir: {data_dir} is not a folder")
-        recipe = replace(recipe, data=recipe.data.below(data_dir))
-    return Session(prepare.lay(recipe, runs, parts=parts, say=say, tick=tick), say)
-
-
-def _resumed(folder: Path, layer: Mapping[str, Any], parts: Sequence[type[Any]], say: Say, tick: Tick) -> Ground:
-    """The ground of a stopped run; harmless changes are told, others refused."""
-    written = _explicit(settings.read_of(folder))
-    asked = layer.get("budget", {})
-    if isinstance(asked, Mapping) and {"minutes", "tokens"} & set(asked):
-        budget = written.get("budget")
-        steps = budget.get("steps") if isinstance(budget, dict) else None
-        raise ConfigError(f"budget: a run goes on for a number of steps; set budget.steps=N (now {shown(steps)})")
-    model = layer.get("model", {})
-    if isinstance(model, str) or (isinstance(model, Mapping) and "preset" in model):
-        raise CheckpointError(
-            f"{folder} holds checkpoints for another configuration: its model is not a preset any more"
-        )
-    # it was settled for a precision that is another one now
-    again = {"stream": "auto"} if "precision" in layer and "stream" not in layer else {}
-    recipe = settle(settings.load(Recipe, {**written, **again}, layer, parts=parts))
-    before = settings.flat(settings.load(Recipe, written, parts=parts))
-    # as they are written: an `every` of 1 is not one of 1.0
-    changed = {key: value for key, value in settings.flat(recipe).items() if repr(before.get(key)) != repr(value)}
-    unsafe = [key for key in changed if key.startswith(FIXED)]
-    if unsafe:
-        raise CheckpointError(
-            f"{folder} holds checkpoints for another configuration: {unsafe[0]} was {shown(before.get(unsafe[0]))}, "
-            f"not {shown(changed[unsafe[0]])}; start a new run with name=NAME"
-        )
-    if not recipe.budget.steps:
-        raise ConfigError("budget.steps: a run goes on for a number of steps; set budget.steps")
-    for key, value in changed.items():
-        say(f"{key} changed from {shown(before.get(key))} to {shown(value)}")
-    _check_data(folder, recipe, say, tick)
-    return prepare.reopen(folder, recipe)
-
-
-def _explicit(written: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run, with what one from before there was a `stream` meant without saying so."""
-    if "stream" in written:
-        return written
-    tables = {name: written.get(name) for name in ("evaluate", "checkpoint", "sample")}
-    often = {
-        name: {**table, "every": 1}  # 1.0 was a number of steps too
-        for name, table in tables.items()
-        if isinstance(table, dict) and table.get("every") == 1
-    }
-    return {**written, **often, "stream": "fp32"}
+    recipe = with_data_below(recipe, data_dir)
+    folder = runs / recipe.name
+    if exists == "resume" and recipe.name and is_run(folder):
+        say(f"{folder} goes on with the settings that it began with")
+        return open_run(folder, {}, parts=parts, say=say, tick=tick)
+    tables = [*([settings.read(source)] if isinstance(source, Path) else []), layer]
+    again = exists == "replace" and bool(recipe.name) and is_run(folder)
+    ground = prepare.lay(recipe, runs, parts=parts, tables=tables, again=again, say=say, tick=tick)
+    return Session(ground, say)
 
 
 def _check_data(folder: Path, recipe: Recipe, say: Say, tick: Tick) -> None:

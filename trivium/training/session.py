@@ -17,23 +17,30 @@ from trivium.checkpoints.store import Checkpoint, Store
 from trivium.data.shards import changed_sources
 from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError, printable
 from trivium.files import write_atomic
-from trivium.generation.sampling import Sampling
-from trivium.generation.text import complete
 from trivium.training import prepare
+from trivium.training.deadline import Deadline, repeatable
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
-from trivium.training.guards import Signals, Soundness, enough_memory
+from trivium.training.fit import fitted
+from trivium.training.guards import Soundness, enough_memory, is_out_of_memory
 from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
+from trivium.training.pace import Pace
 from trivium.training.persist import WAITS, Home, Record, Retry, reason
 from trivium.training.prepare import Ground, Say
-from trivium.training.recipe import due
+from trivium.training.process import process_settings
 from trivium.training.rollback import History, replay
+from trivium.training.samples import samples
+from trivium.training.signals import Signals, to_standard_error
 from trivium.training.spikes import Alarm, Detector, Rollback
+from trivium.training.stages import stage
+from trivium.training.timeline import Timeline
+from trivium.training.trend import Trend
 from trivium.training.validate import validate
 
 # Steps that a GPU may still be working on while the host prepares the next: it never waits, and a spike, which takes
 # three steps to be one, is found in five.
 _BEHIND = 2
+_LONG = 1.0  # seconds of a first step that are worth a line
 
 
 class Session:
@@ -50,6 +57,7 @@ class Session:
         self.folder = ground.folder
         self.recipe = recipe = ground.recipe
         self.say = say
+        self.alert: Say = to_standard_error  # called by another thread while a step runs
         self.clock = clock
         self.sleep = sleep
         spike = recipe.spike
@@ -69,13 +77,16 @@ class Session:
         self.saves = Retry("the checkpoint", self.notes.append)
         self.detector = self._detector()
         self.known: list[tuple[Update, float, float, bool]] = []  # read off the device and not yet written down
-        self.seconds = 0.0  # of training in earlier sittings
+        self._start_clock()
+        self.trend = Trend(recipe.evaluate.patience)
         self.best = self.kept = math.inf  # the lowest validation loss, and the lowest with a checkpoint
         self.score: float | None = None  # the validation loss at this very step
 
     def events(self) -> Iterator[Event]:
         """Train, and tell what happens; closing the iterator early leaves a valid run behind."""
-        with self.home, Signals() as signals, enough_memory(self.recipe, self.folder):
+        self._start_clock()
+        process = process_settings(self.recipe, self.folder.parent)
+        with self.home, process, Signals(self.alert) as signals, enough_memory(self.recipe, self.folder):
             try:
                 job = yield from self._resume()
                 while (alarm := (yield from self._train(job, signals))) is not None:
@@ -84,61 +95,76 @@ class Session:
             finally:
                 self.record.close()
 
+    def _start_clock(self) -> None:
+        self.pace = Pace(self.clock, self.ground.spent)
+        self.deadline = Deadline(self.recipe.budget, self.pace, self.record.timeline)
+
     def _train(self, job: Job, signals: Signals) -> Generator[Event, None, Alarm | None]:
         """Train to the end, or to an alarm, which is returned."""
-        recipe, total = self.recipe, job.total
+        recipe, timeline, pending = self.recipe, job.timeline, Pending()
         yield from self._owed(job)
-        started, pending = self.clock() - self.seconds, Pending()
-        mark = (self.clock(), job.tokens, job.step)
+        if self.trend.is_exhausted:
+            yield Said(self.trend.stopped(job.step))
+            return None
+        self._extend(job)
+        began = self.clock()
         for update in updates(job):
             with contextlib.suppress(OSError):  # a finished run that goes on has no model yet
                 withdraw(self.folder)
             step, stopping = update.step, signals.received
             pending.add(update)
+            if (first := self.clock() - began) > _LONG:
+                yield Said(f"first step{'' if recipe.compile == 'off' else ' with compiling'}: {first:.1f} s")
+            began = math.inf
             if update.note:
                 self.notes.append(update.note)
-            validating, sampling = self._due(step, total)
-            saving = due(recipe.checkpoint.every, step, total)
+            validating, sampling = self._due(step, timeline)
+            saving = timeline.due(recipe.checkpoint.every, step)
             again = self.saves.due(step)
             settling = validating or saving or again or sampling or stopping > 0
             self.score = None
-            self.seconds = self.clock() - started
             alarm = self._read(pending, 0 if settling else _BEHIND)
             if alarm is not None:
                 return alarm
             if settling or step % recipe.log == 0:
-                yield from self._log(job, mark)
-                mark = (self.clock(), job.tokens, job.step)
-            working = self.clock()
+                yield from self._log(job)
             if validating and not stopping:
                 yield self._validate(job)
-                again = again or self._best_of_all()
+                again = again or self._best_of_all() or self.trend.is_exhausted
             if sampling and not stopping:
-                yield self._sample(job)
+                yield from self._sample(job)
             if saving or again or stopping or self.record.gone:
                 yield from self._save(job, now=saving or stopping > 0)
             if stopping:
                 raise Interrupted(self._stopped(job), 128 + stopping)
-            mark = (mark[0] + self.clock() - working, *mark[1:])  # what is not training does not count as slow
+            if self.trend.is_exhausted:
+                yield Said(self.trend.stopped(step))
+                return None
+            self._extend(job)
         return None
 
-    def _due(self, step: int, total: int) -> tuple[bool, bool]:
+    def _extend(self, job: Job) -> None:
+        """Move the horizon of a budget in minutes on, and write down where to."""
+        if self.deadline.extend(job.timeline, job.step):
+            self.lines.attempt(job.step, self.record.timeline.flush, now=True)
+
+    def _due(self, step: int, timeline: Timeline) -> tuple[bool, bool]:
         """Whether validation and a sample follow this step."""
-        sampling = bool(self.recipe.sample.every) and due(self.recipe.sample.every, step, total)
-        sampling = sampling and self.recipe.model.family == "decoder"  # the others do not write by themselves
-        return due(self.recipe.evaluate.every, step, total) and len(self.ground.valid) > 0, sampling
+        sampling = bool(self.recipe.sample.every) and timeline.due(self.recipe.sample.every, step)
+        validating = timeline.due(self.recipe.evaluate.every, step) and len(self.ground.valid) > 0
+        return validating and (self.deadline.allows_validation or timeline.ends(step)), sampling
 
     def _owed(self, job: Job) -> Iterator[Event]:
         """What a run that was stopped at this very step left out, so that its end is that of one never stopped."""
         if not job.step:
             return
-        validating, sampling = self._due(job.step, job.total)
+        validating, sampling = self._due(job.step, job.timeline)
         done = {row.get("step") for row in self.record.metrics.rows() if row.get("kind") == "valid"}
         if validating and job.step not in done:
             yield self._validate(job)
             yield from self._save(job)
         if sampling and job.step not in {row.get("step") for row in self.record.samples.rows()}:
-            yield self._sample(job)
+            yield from self._sample(job)
 
     def _read(self, pending: Pending, behind: int) -> Alarm | None:
         """Judge the numbers that have come from the device, waiting for all but the last `behind`; a bad one may end
@@ -147,6 +173,7 @@ class Session:
         fresh = pending.read(behind)
         self.known += fresh
         for update, loss, norm, ok in fresh:
+            self.pace.complete(update.step, update.count)
             sound = ok or update.overflow
             if not sound and self.recipe.nonfinite == "stop":
                 self._write_down()
@@ -173,7 +200,7 @@ class Session:
                     "norm": norm,
                     "rate": u.rate,
                     "tokens": u.count,
-                    "seconds": round(self.seconds, 3),
+                    "seconds": round(self.pace.seconds, 3),
                 }
                 | ({} if math.isinf(u.scale) else {"scale": u.scale})
                 | ({} if ok else {"skipped": True})
@@ -182,18 +209,16 @@ class Session:
         )
         return known
 
-    def _log(self, job: Job, mark: tuple[float, int, int]) -> Iterator[Event]:
+    def _log(self, job: Job) -> Iterator[Event]:
         """Write down the last steps and tell how it goes."""
         known = self._write_down()
         self.lines.attempt(job.step, self.record.flush)
         if bad := [str(u.step) for u, _, _, ok in known if not (ok or u.overflow)]:
-            self.notes.append(f"skipped {len(bad)} update(s) that were not finite: step {', '.join(bad)}")
+            self.notes.append(f"skipped what was not finite in loss or gradient: step {', '.join(bad)}")
         yield from self._told()
         good = [(loss, norm) for _, loss, norm, ok in known if ok]
         if good:
-            elapsed = max(1e-9, self.clock() - mark[0])
-            speed = (job.tokens - mark[1]) / elapsed
-            left = (job.total - job.step) * elapsed / (job.step - mark[2])
+            speed, left = self.pace.tokens_per_second, self.deadline.seconds_left(job.total - job.step)
             loss = sum(loss for loss, _ in good) / len(good)
             yield Progress(job.step, job.total, loss, good[-1][1], known[-1][0].rate, speed, left)
 
@@ -202,35 +227,38 @@ class Session:
         yield from map(Said, notes)
 
     def _validate(self, job: Job) -> Event:
-        loss, bits = validate(job, self.ground.valid, limit=self.recipe.evaluate.rows)
+        with self.pace.pause("validation"):
+            loss, bits = validate(job, self.ground.valid, limit=self.recipe.evaluate.rows)
+        self.deadline.validated()
         self.score = loss
         better = loss < self.best
         self.best = min(self.best, loss)
         self.record.add([_finite({"kind": "valid", "step": job.step, "loss": loss, "bits_per_byte": bits})])
+        self.trend.see(job.step, loss)
+        if warning := self.trend.warning(loss, self.recipe.checkpoint.use):
+            self.notes.append(warning)
         return Validated(job.step, loss, bits, better)
 
-    def _sample(self, job: Job) -> Event:
-        wanted = self.recipe.sample
-        tokens = min(wanted.tokens, self.recipe.model.context - 1)
+    def _sample(self, job: Job) -> Iterator[Event]:
         try:
-            with job.in_use():
-                [[text]] = complete(
-                    job.model,
-                    self.ground.tokenizer,
-                    [wanted.prompt],
-                    tokens=tokens,
-                    sampling=Sampling(temperature=wanted.temperature),
-                    seed=self.recipe.seed,
-                )
-        except RequestError as error:
-            return Said(f"no sample: {error}")
-        self.record.samples.add([{"step": job.step, "prompt": wanted.prompt, "text": str(text)}])
-        return Sampled(job.step, wanted.prompt, str(text))
+            with job.in_use(), self.pace.pause("sample"):
+                found = list(samples(job, self.ground))
+        except (RequestError, CheckpointError) as error:
+            yield Said(f"no sample: {error}")
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            yield Said("no sample: there is not enough memory beside the training; set sample.every=0")
+            return
+        self.record.samples.add([_row(sample) for sample in found])
+        yield from found
 
     def _save(self, job: Job, now: bool = False) -> Iterator[Event]:
         """Save a checkpoint, or say why not and leave it to a later step."""
         self.lines.attempt(job.step, self.record.flush, now=now)
-        path = self.saves.attempt(job.step, lambda: self._checkpoint(job), now=now)
+        with self.pace.pause("save"):
+            path = self.saves.attempt(job.step, lambda: self._checkpoint(job), now=now)
         yield from self._told()
         if path is not None:
             yield Saved(job.step, path)
@@ -241,7 +269,7 @@ class Session:
         state = {
             **job.state(),
             "identity": self.ground.identity,
-            "seconds": self.seconds,
+            **self.deadline.state(job.timeline, job.step),
             "best": self.best if math.isfinite(self.best) else None,
             "rollbacks": len(self.history.returns),
             "recipe": settings.digest(self.recipe),
@@ -270,14 +298,26 @@ class Session:
                 raise CheckpointError(
                     f"{found.path} is a checkpoint for another configuration; move it out of {self.folder}"
                 )
+            asked = self.recipe.budget.steps
+            if asked and asked < found.step:
+                raise CheckpointError(
+                    f"budget.steps: {self.folder} has reached step {found.step} already, and {asked} is less; "
+                    f"set budget.steps={found.step} or more"
+                )
             if changed := changed_sources(self.ground.shards):
                 raise CheckpointError(f"{changed[0]} has changed since the run began; restore it, or start a new run")
-        job = prepare.job(self.ground, self.recipe.budget.steps, begin=found is None)
+        fitted(self.recipe, length=self.ground.task.length, say=self.notes.append)
+        with stage("model", self.notes.append, self.clock) as current:
+            job = prepare.job(self.ground, self.recipe.budget.timeline, begin=found is None)
+            current.detail = f"{self.recipe.model.parameters():,} parameters"
+        yield from self._told()
+        self.deadline.take_up(job.timeline)
         self.home.describe()
         self._load(job, found)
         self.record.flush()
         if found is not None:
-            yield Said(f"went on from {found.path}" if job.step < job.total else f"all {job.total} steps are done")
+            where = f"resumed at step {job.step} of {job.total} from {found.path.name}"
+            yield Said(f"all {job.total} steps are done" if job.timeline.ends(job.step) else where)
         return job
 
     def _load(self, job: Job, found: Checkpoint | None, fresh: Job | None = None) -> None:
@@ -291,7 +331,9 @@ class Session:
         job.skipped = self.history.spans(job.skipped)
         job.soundness = Soundness(self.recipe.nonfinite, job.model.device)
         self.known.clear()
+        self.pace.go_back()
         self.record.cut(job.step)
+        self.trend = Trend(self.recipe.evaluate.patience, self.record.metrics.rows())
         self.detector = self._detector()
         for step, loss, norm in replay(self.record.metrics.rows()):
             self.detector.see(step, loss, norm)
@@ -302,7 +344,7 @@ class Session:
         try:
             job.load(lambda section: format.tensors(found.path, section), found.step, state)
             self.best = self.kept = math.inf if state["best"] is None else float(state["best"])
-            self.seconds = max(self.seconds, float(state["seconds"]))
+            self.deadline.resume(job.timeline, job.step, state)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise CheckpointError(
                 f"{found.path} does not hold the state of this run ({type(error).__name__}: "
@@ -317,7 +359,7 @@ class Session:
         at = job.step
         entry, found = self.history.decide(alarm, job.skipped, self.notes.append)
         # its start may be gone: then nothing has been given up yet
-        fresh = prepare.beginning(self.ground, job.total) if found is None else None
+        fresh = prepare.beginning(self.ground, job.timeline) if found is None else None
         self.history.add(entry)
         self.lines.attempt(at, self.record.flush, now=True)
         with contextlib.suppress(OSError):  # what is left is settled before the next checkpoint
@@ -375,9 +417,17 @@ class Session:
                 self.notes.append(f"the model is that of step {step}, where the validation loss was lowest")
         scores = [r for r in self.record.metrics.rows() if r.get("kind") == "valid" and r["step"] == step]
         origin = {"run": self.recipe.name, "step": step, "valid": scores[-1] if scores else None}
+        origin = {**prepare.start_notes(self.folder), **origin}
         weights = job.weights_for_use() if tensors is None else tensors
         bundle.save(self.folder, self.recipe.model, weights, self.ground.tokenizer, origin)
+        self.home.describe(repeatable(self.recipe, job.timeline))
         write_atomic(self.folder / "report.html", report.page(self.folder).encode())
+
+
+def _row(sample: Sampled) -> dict[str, Any]:
+    """A sample as a line of samples.jsonl."""
+    row: dict[str, Any] = {"step": sample.step, "prompt": sample.prompt, "text": sample.text}
+    return {**row, "reference": sample.reference} if sample.reference else row
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

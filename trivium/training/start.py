@@ -2,7 +2,8 @@
 
 The optimizer decides which weights: a fresh one begins with those for use, averaged where the start kept an average; a
 kept one with the raw weights that its moments belong to. An objective that needs special tokens which the start has not
-adds them, with new rows; nothing else may differ.
+adds them, with new rows; nothing else may differ. A published model (a Hugging Face folder, a GGUF or llama2.c file)
+is a start as it is.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from trivium.checkpoints.model_files import TOKENIZER as TOKENIZER_FILE
 from trivium.checkpoints.model_files import WEIGHTS, has_model, home_of
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError, shown
+from trivium.interop.foreign import Foreign
+from trivium.interop.load import is_foreign, open_foreign
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import empty, load_weights, weights
 from trivium.models.vocabulary import extend
-from trivium.optim.optimizers import OPTIMIZERS
+from trivium.objectives.options import OBJECTIVES
+from trivium.optim.options import OPTIMIZERS
+from trivium.parts.options.output import NoOutput
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training.job import Job
@@ -32,11 +37,21 @@ from trivium.training.recipe import MODEL, TOKENIZER, Recipe
 
 
 class Origin(NamedTuple):
-    """Where weights come from: a checkpoint or a saved model, and the folder that describes it."""
+    """Where weights come from: a checkpoint, a saved or a published model, and the folder that describes it."""
 
     path: Path
     home: Path
     settings: Mapping[str, Any]  # `model`, and `optim` where a run wrote it
+    notes: Mapping[str, Any] = {}
+    published: Foreign | None = None
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer whose ids the weights know."""
+        if self.published is None:
+            return open_tokenizer(self.home / bundle.TOKENIZER)
+        if self.published.tokenizer is None:
+            raise ConfigError(f"start: {self.path} brings no tokenizer, so no text can be read for it; add its files")
+        return self.published.tokenizer
 
 
 def taken_over(recipe: Recipe, *, parts: Sequence[type[Any]] = (), say: Callable[[str], None]) -> Recipe:
@@ -53,14 +68,36 @@ def taken_over(recipe: Recipe, *, parts: Sequence[type[Any]] = (), say: Callable
     given = MODEL if recipe.model == MODEL else replace(recipe.model, vocab=recipe.model.vocab or model.vocab)
     if given not in (MODEL, grown):
         raise ConfigError(f"model: it is not that of {origin.home} ({_difference(model, given)}); leave model out")
+    if isinstance(model.output, NoOutput):
+        raise ConfigError(
+            f"start: {origin.home} has no output over its vocabulary, so objective="
+            f"{settings.kind_of(recipe.objective, OBJECTIVES)} cannot train it; name a model that has one"
+        )
+    origin.tokenizer()
     if recipe.start_optimizer == "keep":
         _check_optimizer(recipe, origin)
     _verify(origin.path)
     tokenizer = recipe.tokenizer
     if tokenizer == TOKENIZER:
-        tokenizer = File(path=str(home_of(origin.home, TOKENIZER_FILE) / TOKENIZER_FILE))
+        own = origin.home if origin.published else home_of(origin.home, TOKENIZER_FILE) / TOKENIZER_FILE
+        tokenizer = File(path=str(own))
     say(f"begins with the weights in {origin.path}")
     return replace(recipe, start=str(origin.path), model=grown, tokenizer=tokenizer)
+
+
+def known_tokenizer(recipe: Recipe) -> Tokenizer | None:
+    """The tokenizer of a published start, if the recipe takes it over: its file is none of ours."""
+    if not recipe.start or recipe.tokenizer != File(path=recipe.start):
+        return None
+    return _described(Path(recipe.start)).tokenizer()
+
+
+def notes(recipe: Recipe) -> dict[str, Any]:
+    """What a model that goes on from the recipe's start keeps of it: how to talk to it, and what its ids mean."""
+    if not recipe.start:
+        return {}
+    found = _described(Path(recipe.start)).notes
+    return {name: found[name] for name in ("chat_template", "ids", "labels", "sentences") if name in found}
 
 
 def with_specials(recipe: Recipe, tokenizer: Tokenizer, *, say: Callable[[str], None]) -> Recipe:
@@ -71,7 +108,7 @@ def with_specials(recipe: Recipe, tokenizer: Tokenizer, *, say: Callable[[str], 
     if not recipe.start:
         return recipe
     origin = _described(Path(recipe.start))
-    known = open_tokenizer(home_of(origin.home, TOKENIZER_FILE))
+    known = origin.tokenizer()
     if tokenizer.digest not in (known.digest, known.extended(recipe.objective.specials).digest):
         raise ConfigError(
             f"tokenizer: it is not that of {origin.home}; leave tokenizer out, or build the shards with it"
@@ -98,8 +135,9 @@ def begin(job: Job) -> None:
     if not job.recipe.start:
         return
     path, keep = Path(job.recipe.start), job.recipe.start_optimizer == "keep"
-    manifest = _verify(path)
-    if manifest is None:
+    if _is_published(path):
+        tensors = weights(open_foreign(path, say=_silent, tick=_silent).module)
+    elif (manifest := _verify(path)) is None:
         tensors = format.read_tensors(home_of(path, WEIGHTS) / WEIGHTS)
     else:
         tensors = format.tensors(path, "model") if keep else bundle.weights_in(path, manifest)
@@ -129,6 +167,8 @@ def _verify(path: Path) -> Manifest | None:
     """
     if (path / format.MANIFEST).is_file():
         return format.verify(path)
+    if _is_published(path):
+        return None  # every shape was checked when it was described
     bundle.checked_weights(path, bundle.card(path))
     return None
 
@@ -137,17 +177,32 @@ def _find(path: Path, *, keep: bool, say: Callable[[str], None]) -> Origin:
     """What `start` names, with the newest checkpoint of a run made definite."""
     if (path / format.MANIFEST).is_file() or (has_model(path) and not keep):
         return _described(path)
+    if _is_published(path) and not keep:
+        return _described(path, say)
     if not (path / "config.toml").is_file():
-        what = "keeps no optimizer; set start_optimizer=fresh" if keep and path.is_dir() else "is not one"
-        raise ConfigError(f"start: name a run, a checkpoint in it or a saved model; {path} {what}")
+        what = "keeps no optimizer; set start_optimizer=fresh" if keep and path.exists() else "is not one"
+        raise ConfigError(f"start: name a run, a checkpoint in it, a saved or a published model; {path} {what}")
     newest = Store(path / "checkpoints").newest(say=say)
     if newest is None:
         raise CheckpointError(f"start: {path} has no checkpoint yet; go on with `trivium train {path}` first")
     return _described(newest.path)
 
 
-def _described(path: Path) -> Origin:
-    """A checkpoint or a saved model with what its folder says of it."""
+def _silent(*_: object) -> None:
+    """Nobody watches."""
+
+
+def _is_published(path: Path) -> bool:
+    """Whether a start is a model of another program."""
+    own = (format.MANIFEST, bundle.CARD, "config.toml")
+    return is_foreign(path) and not any((path / name).is_file() for name in own)
+
+
+def _described(path: Path, say: Callable[[str], None] = _silent) -> Origin:
+    """A checkpoint, a saved or a published model with what its folder says of it."""
+    if _is_published(path):
+        found = open_foreign(path, say=say, tick=_silent, fill=False)
+        return Origin(path, path, {"model": settings.dump(found.module.config)}, found.notes, found)
     if not (path / format.MANIFEST).is_file():
         card = bundle.card(path)
         if "bits" in card:
@@ -155,7 +210,7 @@ def _described(path: Path) -> Origin:
                 f"start: the weights of {path} have {card['bits']} bits, which cannot be trained; name the model that "
                 "it was made from"
             )
-        return Origin(path, path, {"model": card["config"]})
+        return Origin(path, path, {"model": card["config"]}, card["notes"])
     home = path.parent.parent  # RUN/checkpoints/step-N
     if not (home / "config.toml").is_file():
         raise ConfigError(f"start: {path} lies in no run; name a checkpoint where its run wrote it")
@@ -175,4 +230,5 @@ def _check_optimizer(recipe: Recipe, origin: Origin) -> None:
 def _difference(model: ModelConfig, given: ModelConfig) -> str:
     there, here = settings.flat(model), settings.flat(given)
     key = next(key for key in [*there, *here] if there.get(key) != here.get(key))
-    return f"{key} is {shown(there.get(key))} there and {shown(here.get(key))} here"
+    one, other = (shown(found[key]) if key in found else "nothing" for found in (there, here))
+    return f"model.{key} is {one} there and {other} here"

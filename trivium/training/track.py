@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, pip_install
 from trivium.files import write_atomic
 
 COLUMNS = ("step", "kind", "loss", "norm", "rate", "scale", "tokens", "bits_per_byte", "skipped", "seconds")
@@ -89,8 +90,18 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ConfigError("track: tensorboard is not installed; type `pip install trivium[track]`") from None
+        raise ConfigError(_missing()) from None
     return SummaryWriter
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse a tracker whose library is missing, without importing it."""
+    if "tensorboard" in names and find_spec("tensorboard") is None:
+        raise ConfigError(_missing())
+
+
+def _missing() -> str:
+    return f"track: tensorboard is not installed; type `{pip_install('tensorboard')}`"
 
 
 def trackers(folder: Path, names: Sequence[str]) -> list[Tracker]:

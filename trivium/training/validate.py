@@ -12,7 +12,7 @@ import torch
 from trivium.data.bucketing import Buckets, Pairs
 from trivium.data.loader import RowNumbers
 from trivium.data.packed import Examples
-from trivium.objectives.causal import Causal
+from trivium.objectives.options import Causal
 from trivium.objectives.second import mean
 from trivium.training.job import Job
 

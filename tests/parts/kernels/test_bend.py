@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.parts.drawing import FORMULAS, drawn, random
 from trivium.parts import feedforward
-from trivium.parts.feedforward import BENT, Glu, Mlp
+from trivium.parts.feedforward import BENT
+from trivium.parts.options.feedforward import Glu, Mlp
 from trivium.parts.site import Site
 
 triton = pytest.importorskip("triton", reason="needs Triton")

@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parts.drawing import LAYOUTS, drawn, random
 from trivium.parts import attention
-from trivium.parts.attention import MultiHead, MultiHeadAttention
+from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.masks import Mask, Resolved
-from trivium.parts.positions import Positions, Rotary
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.positions import Rotary
+from trivium.parts.positions import Positions
 from trivium.parts.site import Site
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from trivium.interop.fields import Fields
 from trivium.interop.names import Rules
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
-from trivium.parts.embeddings import Tie
+from trivium.models.options import Block
+from trivium.parts.options.embeddings import Tie
 
 T = TypeVar("T")
 

@@ -9,16 +9,16 @@ from typing import Any
 from trivium.interop.architectures.architecture import Architecture, first_block, like
 from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Row, Rule, Rules, attention, same
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tie, Tokens
-from trivium.parts.feedforward import Mlp
+from trivium.models.options import Block
 from trivium.parts.init import Gpt
-from trivium.parts.norms import LayerNorm
-from trivium.parts.output import Softmax
-from trivium.parts.positions import Learned, Position, Sinusoidal
-from trivium.parts.residual import Post
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tie, Tokens
+from trivium.parts.options.feedforward import Mlp
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.output import Softmax
+from trivium.parts.options.positions import Learned, Position, Sinusoidal
+from trivium.parts.options.residual import Post
 
 _OFFSET = 2  # rows before the first position that no text reaches
 _BIAS = "final_logits_bias"
@@ -51,7 +51,7 @@ def _read_both(
         embedding=replace(embedding, scale="root" if scaled else "none", dropout=rate),
         encoder=encoder,
         decoder=replace(decoder, block=crossed),
-        output=Softmax(bias=_BIAS in found),
+        output=Softmax(bias=_BIAS in found, fixed=_BIAS in found),  # a buffer there
         init=Gpt(),
     )
 

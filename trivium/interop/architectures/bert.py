@@ -10,17 +10,17 @@ from typing import Any, Literal, NamedTuple
 from trivium.interop.architectures.architecture import Architecture, first_block, like, tie
 from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Rules, attention, same
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Activation, Mlp
+from trivium.models.options import Block
 from trivium.parts.init import Gpt
-from trivium.parts.norms import LayerNorm
-from trivium.parts.output import MaskedHead, NoOutput, Output
-from trivium.parts.positions import Learned, Position
-from trivium.parts.residual import Post
-from trivium.parts.sentence import Pooler
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Activation, Mlp
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.output import MaskedHead, NoOutput, Output
+from trivium.parts.options.positions import Learned, Position
+from trivium.parts.options.residual import Post
+from trivium.parts.options.sentence import Pooler
 from trivium.parts.site import NoPart
 
 _BLOCK = "encoder.blocks.*"

@@ -8,15 +8,15 @@ from typing import Any
 from trivium.interop.architectures.architecture import Architecture, first_block, like, tie
 from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Columns, Rule, Rules, Turned, same
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Activation, Mlp
+from trivium.models.options import Block
 from trivium.parts.init import Gpt, Gpt2
-from trivium.parts.norms import LayerNorm
-from trivium.parts.positions import Learned
-from trivium.parts.residual import Post, Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Activation, Mlp
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.positions import Learned
+from trivium.parts.options.residual import Post, Pre
 
 # GPT-1 has a table of its own, in which "gelu" is the approximation
 _FIRST: dict[str, Activation] = {"gelu": "gelu-tanh", "relu": "relu", "silu": "silu", "swish": "silu"}

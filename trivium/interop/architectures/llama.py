@@ -10,15 +10,15 @@ from trivium.interop.architectures import rope
 from trivium.interop.architectures.architecture import Architecture, first_block, like, tie
 from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Rules, attention, same
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu, Mlp
+from trivium.models.options import Block
 from trivium.parts.init import Gpt
-from trivium.parts.norms import RMSNorm
-from trivium.parts.positions import Rotary
-from trivium.parts.residual import Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.norms import RMSNorm
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.residual import Pre
 
 QK_EPS = 1e-6  # of our norm of queries and keys; theirs has that of all norms
 

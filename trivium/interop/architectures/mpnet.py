@@ -10,7 +10,7 @@ from trivium.interop.architectures.architecture import Architecture
 from trivium.interop.fields import Fields
 from trivium.interop.names import attention
 from trivium.models.config import ModelConfig
-from trivium.parts.positions import Both, Buckets, Learned
+from trivium.parts.options.positions import Both, Buckets, Learned
 
 _OFFSET, _BUCKETS, _DISTANCE = 2, 32, 128  # settings of the published code, whatever config.json says
 _BLOCK = "encoder.blocks.*"

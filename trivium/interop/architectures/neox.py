@@ -9,15 +9,15 @@ from trivium.interop.architectures import rope
 from trivium.interop.architectures.architecture import Architecture, like, tie
 from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import ByHead, Rule, Rules, same
-from trivium.models.block import Block, Parallel
 from trivium.models.config import ModelConfig, Stack
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Mlp
+from trivium.models.options import Block, Parallel
 from trivium.parts.init import Gpt2
-from trivium.parts.norms import LayerNorm
-from trivium.parts.positions import Rotary
-from trivium.parts.residual import Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Mlp
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.residual import Pre
 
 
 def _read(fields: Fields, found: Collection[str]) -> ModelConfig:

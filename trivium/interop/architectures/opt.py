@@ -8,15 +8,15 @@ from typing import Any
 from trivium.interop.architectures.architecture import Architecture, first_block, like, tie
 from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Rules, attention, same
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Mlp
+from trivium.models.options import Block
 from trivium.parts.init import Gpt2
-from trivium.parts.norms import LayerNorm
-from trivium.parts.positions import Learned
-from trivium.parts.residual import Post, Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Mlp
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.positions import Learned
+from trivium.parts.options.residual import Post, Pre
 
 _EPS = 1e-5  # fixed in `transformers`
 

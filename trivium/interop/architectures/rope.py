@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from trivium.interop.fields import Fields
-from trivium.parts.positions import LinearScaling, Llama3, NoScaling, Rotary, Scaling, Yarn
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn
 
 _KINDS = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 

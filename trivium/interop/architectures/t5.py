@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from trivium.interop.architectures.architecture import Architecture, first_block, like
 from trivium.interop.fields import ACTIVATIONS, HEADS, Fields, spelling
 from trivium.interop.names import Rules, attention, same
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Activation, Glu, Mlp
+from trivium.models.options import Block
 from trivium.parts.init import T5
-from trivium.parts.norms import RMSNorm
-from trivium.parts.output import Softmax
-from trivium.parts.positions import Buckets
-from trivium.parts.residual import Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Activation, Glu, Mlp
+from trivium.parts.options.norms import RMSNorm
+from trivium.parts.options.output import Softmax
+from trivium.parts.options.positions import Buckets
+from trivium.parts.options.residual import Pre
 
 _FARTHEST = 100_000  # tokens: a table has a row for each, and no tensor of a file says how many
 

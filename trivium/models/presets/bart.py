@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.presets.preset import Preset, rows
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Activation, Mlp
 from trivium.parts.init import Gpt
-from trivium.parts.norms import LayerNorm
-from trivium.parts.positions import Learned, Position, Sinusoidal
-from trivium.parts.residual import Post
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Activation, Mlp
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.positions import Learned, Position, Sinusoidal
+from trivium.parts.options.residual import Post
 
 
 class Shape(NamedTuple):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, NoStack, Stack
+from trivium.models.options import Block
 from trivium.models.presets.mini import mini_block
 from trivium.models.presets.preset import Preset, rows
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Mlp
 from trivium.parts.init import FanIn, Gpt
-from trivium.parts.norms import LayerNorm
-from trivium.parts.output import MaskedHead
-from trivium.parts.positions import Learned, Rotary
-from trivium.parts.residual import Post
-from trivium.parts.sentence import Pooler
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Mlp
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.output import MaskedHead
+from trivium.parts.options.positions import Learned, Rotary
+from trivium.parts.options.residual import Post
+from trivium.parts.options.sentence import Pooler
 from trivium.parts.site import NoPart
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.presets.mini import mini_block
 from trivium.models.presets.preset import Preset, rows
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Mlp
 from trivium.parts.init import FanIn, Gpt, Gpt2
-from trivium.parts.norms import LayerNorm
-from trivium.parts.positions import Learned, Rotary
-from trivium.parts.residual import Post, Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Mlp
+from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.positions import Learned, Rotary
+from trivium.parts.options.residual import Post, Pre
 
 
 class Shape(NamedTuple):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.presets.preset import Preset, rows
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tie, Tokens
-from trivium.parts.feedforward import Glu
 from trivium.parts.init import Gpt
-from trivium.parts.norms import RMSNorm
-from trivium.parts.positions import Llama3, NoScaling, Rotary, Scaling
-from trivium.parts.residual import Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tie, Tokens
+from trivium.parts.options.feedforward import Glu
+from trivium.parts.options.norms import RMSNorm
+from trivium.parts.options.positions import Rotary
+from trivium.parts.options.residual import Pre
+from trivium.parts.options.scaling import Llama3, NoScaling, Scaling
 
 
 class Shape(NamedTuple):

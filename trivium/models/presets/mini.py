@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from trivium.models.block import Block
-from trivium.parts.attention import MultiHead
-from trivium.parts.feedforward import Mlp
-from trivium.parts.norms import RMSNorm
-from trivium.parts.positions import Position
-from trivium.parts.residual import Pre
+from trivium.models.options import Block
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.feedforward import Mlp
+from trivium.parts.options.norms import RMSNorm
+from trivium.parts.options.positions import Position
+from trivium.parts.options.residual import Pre
 
 
 def mini_block(position: Position) -> Block:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.presets.mini import mini_block
 from trivium.models.presets.preset import Preset, rows
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import FeedForward, Glu, Mlp
 from trivium.parts.init import T5, FanIn
-from trivium.parts.norms import RMSNorm
-from trivium.parts.output import Softmax
-from trivium.parts.positions import Buckets
-from trivium.parts.residual import Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import FeedForward, Glu, Mlp
+from trivium.parts.options.norms import RMSNorm
+from trivium.parts.options.output import Softmax
+from trivium.parts.options.positions import Buckets
+from trivium.parts.options.residual import Pre
 
 
 class Shape(NamedTuple):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from trivium.models.block import Block
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.presets.preset import Preset, rows
-from trivium.parts.attention import MultiHead
-from trivium.parts.embeddings import Tokens
-from trivium.parts.feedforward import Glu, Mlp
 from trivium.parts.init import Xavier
-from trivium.parts.norms import LayerNorm, RMSNorm
-from trivium.parts.positions import Rotary, Sinusoidal
-from trivium.parts.residual import Post, Pre
+from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.norms import LayerNorm, RMSNorm
+from trivium.parts.options.positions import Rotary, Sinusoidal
+from trivium.parts.options.residual import Post, Pre
 
 
 class Shape(NamedTuple):

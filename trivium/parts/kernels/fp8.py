@@ -234,15 +234,11 @@ def _parts(wide: int, summed: bool) -> int:
     power = 1024
     while power < wide:  # a constant then, even where the compiler takes the width for none
         power *= 2
-    return _fast_parts(power) if summed else 0
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _fast_parts(wide: int) -> int:
-    """The same for a power of 2, not seen by the compiler: it need not follow Triton's arithmetic."""
+    if not summed:
+        return 0
     from trivium.parts.kernels import rounding
 
-    return rounding.parts(wide)
+    return int(rounding.constant_parts(power))
 
 
 def bent(pre_NO: Tensor, activation: str, gated: bool) -> tuple[Tensor, Scaled]:

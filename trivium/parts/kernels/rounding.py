@@ -353,6 +353,14 @@ def parts(wide: int) -> int:
     return PROCESSORS * AT_ONCE[_warps(wide)]
 
 
+@torch.compiler.assume_constant_result
+def constant_parts(wide: int) -> int:
+    """The same, not seen by the compiler: it need not follow Triton's arithmetic. Decorating imports dynamo, a second
+    that only a process with Triton pays.
+    """
+    return parts(wide)
+
+
 # `made`: rows, 8 bits, scales and sums. Everything lies row after row, but for gradients by heads.
 
 

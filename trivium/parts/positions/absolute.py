@@ -5,73 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import at_least
-from trivium.errors import ConfigError, RequestError
-from trivium.parts.positions.base import Computed, Positions, Scope
-from trivium.parts.site import MOST, Cost, Site
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoPositions:
-    """No signal at all: a causal decoder can still count, an encoder sees a bag."""
-
-    @property
-    def scope(self) -> Scope:
-        return "stack"
-
-    def build(self, site: Site) -> Positions:
-        return Positions()
-
-    def cost(self, site: Site) -> Cost:
-        return Cost()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sinusoidal:
-    """Sines and cosines of the position at wavelengths from 2π to 20,000π; nothing is trained."""
-
-    layout: Literal["interleaved", "halves"] = "interleaved"  # the paper and XLM; tensor2tensor and Marian use halves
-    spacing: Literal["paper", "tensor2tensor"] = "paper"  # exponents i/(D/2), or i/(D/2-1) so that the last one is 1
-
-    @property
-    def scope(self) -> Scope:
-        return "stack"
-
-    def build(self, site: Site) -> Positions:
-        self.cost(site)
-        return SinusoidalPositions(site.context, site.width, self)
-
-    def cost(self, site: Site) -> Cost:
-        if site.width % 2:
-            raise ConfigError(f"sinusoidal positions come in pairs, so a width of {site.width} cannot be odd")
-        return Cost()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Learned:
-    """A table of one vector per position, added to the embeddings; it ends where the context ends."""
-
-    offset: int = 0  # unused rows before position 0: 2 in RoBERTa, BART and OPT
-
-    def __post_init__(self) -> None:
-        at_least("offset", self.offset, 0, MOST)
-
-    @property
-    def scope(self) -> Scope:
-        return "stack"
-
-    def build(self, site: Site) -> Positions:
-        return LearnedPositions(site.context, site.width, self.offset)
-
-    def cost(self, site: Site) -> Cost:
-        return Cost((site.context + self.offset) * site.width)
+from trivium.errors import RequestError
+from trivium.parts.options.positions import Sinusoidal
+from trivium.parts.positions.base import Computed, Positions
 
 
 class SinusoidalPositions(Computed):

@@ -5,26 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-
-from trivium.parts.site import Cost, Site
-
-Scope = Literal["stack", "heads", "layer"]  # all of them, those whose heads are alike too, each its own
-
-
-class Position(Protocol):
-    """The options of a position scheme."""
-
-    @property
-    def scope(self) -> Scope:
-        """Which layers of a stack that name equal options are served by one module."""
-        ...
-
-    def build(self, site: Site) -> Positions: ...
-    def cost(self, site: Site) -> Cost: ...
 
 
 class Positions(nn.Module):

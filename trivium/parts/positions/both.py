@@ -4,39 +4,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from trivium.config import place
-from trivium.parts.positions.absolute import Learned, Sinusoidal
-from trivium.parts.positions.base import Position, Positions, Scope
-from trivium.parts.positions.relative import Alibi, Buckets
-from trivium.parts.positions.rotary import Rotary
-from trivium.parts.site import Cost, Site
-
-ABSOLUTE: dict[str, type[Position]] = {"learned": Learned, "sinusoidal": Sinusoidal}
-# none with a table for each layer: the absolute positions would be added once per layer too
-RELATIVE: dict[str, type[Position]] = {"t5": Buckets, "alibi": Alibi, "rotary": Rotary}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Both:
-    """Absolute positions in the embeddings and relative ones in attention; MPNet has a table and T5's buckets."""
-
-    absolute: Position = place(ABSOLUTE, Learned())
-    relative: Position = place(RELATIVE, Buckets())
-
-    @property
-    def scope(self) -> Scope:
-        return self.relative.scope
-
-    def build(self, site: Site) -> Positions:
-        return BothPositions(self.absolute.build(site), self.relative.build(site))
-
-    def cost(self, site: Site) -> Cost:
-        return self.absolute.cost(site).plus(self.relative.cost(site))
+from trivium.parts.positions.base import Positions
 
 
 class BothPositions(Positions):

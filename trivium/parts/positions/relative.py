@@ -7,97 +7,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.config import at_least
-from trivium.errors import ConfigError
-from trivium.parts.positions.base import Computed, Positions, Scope, distances
-from trivium.parts.site import MOST, Cost, Site
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shaw:
-    """A trained vector per distance up to `distance` either way, added to each key and value; a table per layer."""
-
-    distance: int = 16  # what lies further counts as this far
-    values: Literal["add", "none"] = "add"  # none: keys only
-    tables: Literal["shared", "per-head"] = "shared"  # among the heads of a layer
-
-    def __post_init__(self) -> None:
-        at_least("distance", self.distance, 1, MOST)
-
-    @property
-    def scope(self) -> Scope:
-        return "layer"
-
-    def build(self, site: Site) -> Positions:
-        self.cost(site)
-        return ShawPositions(self, site)
-
-    def cost(self, site: Site) -> Cost:
-        _needs_heads("shaw", site)
-        rows, copies = 2 * self.distance + 1, site.heads if self.tables == "per-head" else 1
-        sizes = site.head + (site.value if self.values == "add" else 0)
-        return Cost(copies * rows * sizes, 2 * site.heads * rows * sizes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Buckets:
-    """T5: a trained number per head and bucket of distances; near ones have a bucket each, far ones share.
-
-    Where the future is visible half of the buckets are for it, else all are for the past.
-    """
-
-    buckets: int = 32
-    distance: int = 128  # from here on all share the last bucket
-
-    def __post_init__(self) -> None:
-        at_least("buckets", self.buckets, 2, MOST)
-        at_least("distance", self.distance, 1, MOST)
-
-    @property
-    def scope(self) -> Scope:
-        return "heads"
-
-    def build(self, site: Site) -> Positions:
-        self.cost(site)
-        return BucketPositions(self, site.heads, site.causal)
-
-    def cost(self, site: Site) -> Cost:
-        _needs_heads("t5", site)
-        if not site.causal and (self.buckets % 2 or self.buckets < 4):
-            raise ConfigError(f"buckets: {self.buckets} cannot be halved between past and future; try 32")
-        exact = self.buckets // (2 if site.causal else 4)
-        if self.distance <= exact:
-            raise ConfigError(f"distance: {self.distance} is not beyond the {exact} that have a bucket each; try 128")
-        return Cost(self.buckets * site.heads)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Alibi:
-    """Scores fall by a fixed slope per head with the distance, -m|i-j|: also into the future where it is visible."""
-
-    @property
-    def scope(self) -> Scope:
-        return "heads"
-
-    def build(self, site: Site) -> Positions:
-        self.cost(site)
-        return AlibiPositions(site.heads)
-
-    def cost(self, site: Site) -> Cost:
-        _needs_heads("alibi", site)
-        return Cost()
-
-
-def _needs_heads(kind: str, site: Site) -> None:
-    if site.heads < 1 or site.head < 1:
-        raise ConfigError(f"{kind} positions act on the scores of attention heads, and this attention has none")
+from trivium.parts.options.positions import Buckets, Shaw
+from trivium.parts.positions.base import Computed, Positions, distances
+from trivium.parts.site import Site
 
 
 class ShawPositions(Positions):

@@ -4,55 +4,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from trivium.config import place
-from trivium.errors import ConfigError
 from trivium.parts.kernels.eager import Turned, wanted
-from trivium.parts.positions.base import Computed, Positions, Scope
-from trivium.parts.positions.scaling import SCALINGS, NoScaling, Scaling
-from trivium.parts.site import Cost, Site
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rotary:
-    """Pairs of each head's dimensions turned by an angle that grows with the position."""
-
-    theta: float = 10_000.0
-    layout: Literal["halves", "interleaved"] = "halves"  # HF LLaMA pairs (i, i+E/2); Meta and RoFormer (2i, 2i+1)
-    share: float = 1.0  # of each head that is turned, its first dimensions; the rest has no position
-    scaling: Scaling = place(SCALINGS, NoScaling())
-
-    def __post_init__(self) -> None:
-        if not 0 < self.theta < math.inf:
-            raise ConfigError(f"theta: {self.theta} is not positive; try 10000")
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"share: {self.share} is not in (0, 1]; try 1")
-
-    @property
-    def scope(self) -> Scope:
-        return "heads"
-
-    def build(self, site: Site) -> Positions:
-        self.cost(site)
-        return RotaryPositions(self._frequencies(site), site.head, self.layout, self.scaling.strength)
-
-    def cost(self, site: Site) -> Cost:
-        self._frequencies(site)
-        return Cost()
-
-    def _frequencies(self, site: Site) -> list[float]:
-        size = int(site.head * self.share)
-        if size % 2 or not size:
-            whole = f"a head of size {site.head}" if self.share == 1 else f"{self.share} of a head of size {site.head}"
-            raise ConfigError(f"rotary positions turn pairs, so {whole} cannot be {'odd' if size else 'empty'}")
-        return self.scaling.frequencies(self.theta, size)
+from trivium.parts.positions.base import Computed
 
 
 class RotaryPositions(Computed):

@@ -1,0 +1,255 @@
+"""A budget in minutes is a deadline: the clock decides, and what it decided is written down and obeyed."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.training.conftest import finish, resume, silent, start
+from trivium.checkpoints import format
+from trivium.config import load
+from trivium.errors import CheckpointError, Interrupted
+from trivium.training import calibrate, prepare, session
+from trivium.training.events import Progress, Said, Validated
+from trivium.training.job import Job
+from trivium.training.loop import Update, updates
+from trivium.training.prepare import Ground
+from trivium.training.recipe import Recipe
+from trivium.training.session import Session
+from trivium.training.signals import Signals
+from trivium.training.validate import Result, validate
+
+Make = Callable[..., Recipe]
+MINUTES: dict[str, Any] = {"budget.steps": 0, "budget.minutes": 0.1, "evaluate.every": 0.25, "checkpoint.every": 0.25}
+
+
+class Clock:
+    """A clock that only steps and validations move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, step: float, validation: float = 0.0) -> None:
+        self.now, self.step, self.validation = 0.0, step, validation
+
+        def timed(job: Job, ahead: int | None = None) -> Iterator[Update]:
+            for update in updates(job, ahead):
+                self.now += self.step
+                yield update
+
+        def validated(*arguments: Any, **named: Any) -> Result:
+            self.now += self.validation
+            return validate(*arguments, **named)
+
+        for module in (session, calibrate):
+            monkeypatch.setattr(module, "updates", timed)
+        for target in (session, prepare):
+            monkeypatch.setattr(target, "validate", validated)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def begin(recipe: Recipe, runs: Path, clock: Clock, said: list[str] | None = None) -> Session:
+    say = silent if said is None else said.append
+    return Session(prepare.lay(recipe, runs, say=say, tick=silent, clock=clock), silent, clock)
+
+
+def again(ground: Ground, clock: Clock) -> Session:
+    recipe = load(Recipe, tomllib.loads((ground.folder / "config.toml").read_text()))
+    return Session(prepare.reopen(ground.folder, recipe), silent, clock)
+
+
+def weights(run: Session) -> dict[str, Any]:
+    tensors = format.read_tensors(run.folder / "model.safetensors")
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def same(one: Session, other: Session) -> None:
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys()
+    for name, array in mine.items():
+        np.testing.assert_array_equal(array, theirs[name])
+
+
+@pytest.mark.parametrize("length", [0.05, 0.11])
+def test_a_run_ends_when_its_minutes_are_over(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: float
+) -> None:
+    clock = Clock(monkeypatch, step=length, validation=0.1)
+    run = begin(small(**MINUTES), tmp_path, clock)
+    events = finish(run)
+    assert clock.now == pytest.approx(6, rel=0.05)
+    progress = [event for event in events if isinstance(event, Progress)]
+    assert progress[-1].step == progress[-1].total
+    assert progress[-1].seconds_left < 0.3
+    assert sum(isinstance(event, Validated) for event in events) == 4
+    assert json.loads((run.folder / "timeline.jsonl").read_text().splitlines()[-1])["share"] == 1
+
+
+def test_a_machine_that_turns_slow_makes_fewer_steps_in_the_same_time(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measuring at the start saw steps of 0.02 s; the rate at the end is that of the end of the schedule."""
+    clock = Clock(monkeypatch, step=0.02)
+    run = begin(small(**MINUTES, schedule="linear"), tmp_path, clock)
+    planned = run.recipe.budget.planned
+    clock.step = 0.08
+    events = finish(run)
+    steps = [event.step for event in events if isinstance(event, Progress)]
+    assert clock.now == pytest.approx(6, rel=0.05)
+    assert steps[-1] < 0.35 * planned
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["rate"] for row in rows if row["kind"] == "train"]
+    assert rates[-1] == pytest.approx(0, abs=1e-9)
+    assert max(rates) == pytest.approx(run.recipe.optim.rate, rel=0.05)
+
+
+def test_validation_takes_at_most_a_tenth_and_says_so(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of four validations of 4 rows would take 0.4 s, 27 % of the time in all."""
+    clock, said = Clock(monkeypatch, step=0.05, validation=0.4), list[str]()
+    run = begin(small(**MINUTES), tmp_path, clock, said)
+    assert run.recipe.evaluate.rows == 1
+    assert [line for line in said if "each validation reads 1 of 4 rows" in line]
+    clock.validation = 0.1
+    finish(run)
+    assert run.deadline.validating <= 0.6
+
+
+def test_validations_that_turn_slow_are_left_out(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, step=0.05, validation=0.02)
+    run = begin(small(**MINUTES | {"evaluate.every": 0.05}), tmp_path, clock)
+    clock.validation = 0.2
+    events = finish(run)
+    assert clock.now == pytest.approx(6, rel=0.06)
+    validated = [event.step for event in events if isinstance(event, Validated)]
+    assert run.deadline.validating < 0.6 + 0.21  # the last one is made in any case
+    assert len(validated) == 4
+    assert validated[-1] == max(event.step for event in events if isinstance(event, Progress))
+
+
+@pytest.mark.parametrize("at", [1, 7, 13, 40])
+def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    straight = begin(small(**MINUTES, name="straight"), tmp_path, Clock(monkeypatch, step=0.125))
+    finish(straight)
+    clock = Clock(monkeypatch, step=0.125)  # a power of two: sums of it are exact
+    run = begin(small(**MINUTES, name="stopped"), tmp_path, clock)
+
+    class Stopping(Signals):
+        @property
+        def received(self) -> int:
+            return 2 if clock.now >= 0.125 * at + run.ground.spent else 0
+
+        @received.setter
+        def received(self, value: int) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "Signals", Stopping)
+        with pytest.raises(Interrupted, match="go on with"):
+            finish(run)
+    resumed = again(run.ground, clock)
+    finish(resumed)
+    assert (straight.folder / "timeline.jsonl").read_text() == (run.folder / "timeline.jsonl").read_text()
+    same(straight, resumed)
+
+
+def test_decisions_outlive_a_kill_and_are_obeyed(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps behind the last checkpoint are made again with the rates that they had, whatever the clock says now."""
+    clock = Clock(monkeypatch, step=0.1)
+    run = begin(small(**MINUTES), tmp_path, clock)
+    for event in run.events():
+        if isinstance(event, Progress) and event.step >= 40:
+            break  # as if killed: a generator that is dropped saves nothing
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    before = {row["step"]: (row["rate"], row["loss"]) for row in rows if row["kind"] == "train"}
+    knots = (run.folder / "timeline.jsonl").read_text()
+    clock.step = 0.3
+    resumed = again(run.ground, clock)
+    events = finish(resumed)
+    assert any(isinstance(event, Said) and event.text.startswith("resumed at step") for event in events)
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    after = {row["step"]: (row["rate"], row["loss"]) for row in rows if row["kind"] == "train"}
+    decided = json.loads(knots.splitlines()[-1])["step"]
+    assert max(before) >= decided - 1 > 30
+    assert {step: after[step] for step in before} == before
+    assert (run.folder / "timeline.jsonl").read_text().startswith(knots)
+
+
+def test_the_file_of_a_finished_run_repeats_it(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, step=0.1)
+    run = begin(small(**MINUTES), tmp_path, clock)
+    finish(run)
+    recipe = load(Recipe, tomllib.loads((run.folder / "config.toml").read_text()), {"name": "again"})
+    assert recipe.budget.shares[-1] == 1
+    clock.step = 0.7
+    repeated = begin(recipe, tmp_path, clock)
+    assert repeated.ground.spent == 0  # nothing is left to measure
+    finish(repeated)
+    same(run, repeated)
+
+
+def test_another_budget_replaces_that_of_a_file(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begin(small(**MINUTES), tmp_path, Clock(monkeypatch, step=0.1))
+    finish(run)
+    longer = resume(run.folder, **{"budget.steps": 70})
+    assert longer.recipe.budget == type(longer.recipe.budget)(steps=70)
+    finish(longer)
+    assert max(row["step"] for row in longer.record.metrics.rows()) == 70
+    from trivium.training.recipes import read_recipe
+
+    assert read_recipe(run.folder / "config.toml", {"budget": {"minutes": 2.0}}).budget.knots == ()
+
+
+def test_decisions_that_a_power_failure_took_are_found_in_the_checkpoint(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, step=0.1)
+    run = begin(small(**MINUTES), tmp_path, clock)
+    for event in run.events():
+        if isinstance(event, Progress) and event.step >= 40:
+            break
+    share = run.record.timeline.rows()[-1]["share"]
+    (run.folder / "timeline.jsonl").unlink()
+    resumed = again(run.ground, clock)
+    finish(resumed)
+    rows = resumed.record.timeline.rows()
+    assert 0.4 < rows[0]["share"] < share
+    assert rows[-1]["share"] == 1
+
+
+def test_a_damaged_timeline_is_one_sentence(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, step=0.1)
+    run = begin(small(**MINUTES), tmp_path, clock)
+    next(iter(run.events()))
+    (run.folder / "timeline.jsonl").write_text('{"step": "x"}\n')
+    with pytest.raises(CheckpointError, match=r"timeline.jsonl is damaged; delete it"):
+        finish(again(run.ground, clock))
+
+
+def test_real_minutes_are_kept(small: Make, tmp_path: Path) -> None:
+    """On the machine's own clock: three seconds, a validation of every row at every tenth."""
+    import time
+
+    began = time.monotonic()
+    run = start(small(**{"budget.steps": 0, "budget.minutes": 0.05, "evaluate.rows": 0}), tmp_path)
+    laid = time.monotonic()
+    finish(run)
+    lasted = time.monotonic() - laid + run.ground.spent
+    assert 2.5 < lasted < 4.5, (lasted, laid - began)  # other tests run beside this one
+
+
+def test_a_ground_without_a_plan_is_measured_once(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, step=0.1)
+    ground = prepare.lay(small(**MINUTES), tmp_path, say=silent, tick=silent, clock=clock)
+    assert ground.recipe.budget.planned == int((6 - 0.3) * 0.9 / 0.1)  # three steps were enough
+    assert ground.spent == pytest.approx(0.3)
+    assert prepare._with_budget(ground, silent, clock) is ground
+    assert replace(ground.recipe.budget, planned=0).minutes == 0.1

@@ -1,0 +1,108 @@
+"""The memory of a model in use and in training: a sum of what its parts say of themselves, beside what is free.
+
+The sums are lower bounds: temporaries, the allocator's holes and the libraries' own memory come on top.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from trivium.errors import RequestError
+from trivium.models.config import ModelConfig
+
+FLOAT = 4  # bytes of a float32 number
+_MEMINFO = Path("/proc/meminfo")
+_CGROUPS = (  # limit and use of a container, in the second and the first version of control groups
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+
+
+class Memory(NamedTuple):
+    """Bytes of a model in training, by what they hold."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def fixed(self) -> int:
+        """All that does not depend on the batch."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.activations
+
+    def __str__(self) -> str:
+        parts = zip(self._fields, self, strict=True)
+        return f"{gigabytes(self.total)} (" + ", ".join(f"{name} {gigabytes(size)}" for name, size in parts) + ")"
+
+
+def model_memory(model: ModelConfig) -> int:
+    """The bytes of a model's float32 weights."""
+    return FLOAT * model.parameters()
+
+
+def training_memory(
+    model: ModelConfig, *, tokens: int, states: float, element: int = FLOAT, recompute: bool = False
+) -> Memory:
+    """The least memory of training on `tokens` at a time.
+
+    The optimizer keeps `states` float32 numbers for each parameter, an activation has `element` bytes, and with
+    `recompute` a block keeps its input alone.
+    """
+    costs = model.costs()
+    weights = FLOAT * sum(cost.parameters for cost in costs.values())
+    kept = sum(cost.kept for cost in costs.values())
+    if recompute:
+        kept = min(kept, model.layers * model.width + kept // max(1, model.layers))
+    return Memory(weights, weights, round(weights * states), tokens * kept * element)
+
+
+def free_host_memory() -> int:
+    """The bytes that this process can still take without swapping; 0 if the system does not say."""
+    found = []
+    try:
+        rows = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines() if ":" in line)
+        found.append(int(rows["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError, IndexError):
+        pass  # not Linux
+    for limit, use in _CGROUPS:
+        try:
+            found.append(max(0, int(limit.read_text()) - int(use.read_text())))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(found, default=0)
+
+
+def free_memory(device: str) -> int:
+    """The bytes that a process can still take on a device; 0 if nobody says. Only a GPU has to be asked by torch."""
+    if not device.startswith("cuda"):
+        return free_host_memory() if device.startswith("cpu") else 0
+    if "torch" not in sys.modules:
+        return 0
+    import torch
+
+    return torch.cuda.mem_get_info(torch.device(device))[0]
+
+
+def require_memory(needed: int, device: str, what: str) -> None:
+    """Refuse a model that is larger than the memory that is free, before its memory is touched."""
+    free = free_memory(device)
+    if free and needed > free:
+        raise RequestError(
+            f"{what} needs {gigabytes(needed)} for its weights, and {gigabytes(free)} are free on {device}; "
+            'choose a smaller one, or pass memory="try"'
+        )
+
+
+def gigabytes(size: float) -> str:
+    """Bytes as people say them."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"

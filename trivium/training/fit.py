@@ -1,0 +1,83 @@
+"""Whether a run fits the memory of its machine, asked before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trivium.errors import ConfigError
+from trivium.models.config import ModelConfig
+from trivium.models.presets import PRESETS
+from trivium.optim.options import Ema
+from trivium.planner.memory import FLOAT, Memory, free_memory, gigabytes, training_memory
+from trivium.training.recipe import Recipe
+
+# What activations take beyond the estimate, and the process itself: measured for six presets, 1.15 and 0.4 GB at most.
+_TEMPORARY, _PROCESS = 1.25, 500_000_000
+_SURE = 0.6  # of the free memory of a GPU: six workloads of bench/ took 0.9 to 1.1 of their estimates (docs/results.md)
+
+
+def memory_of(recipe: Recipe, model: ModelConfig, rows: int, length: int = 0) -> Memory:
+    """The least memory of training a model with the settings of a recipe, `rows` rows (or tokens) at a time."""
+    averaged = 1.0 if isinstance(recipe.average, Ema) else 0.0
+    return training_memory(
+        model,
+        tokens=rows if recipe.batch.tokens else rows * min(length or model.context, model.context),
+        states=recipe.optim.states + averaged,
+        element=FLOAT if recipe.precision == "fp32" else FLOAT // 2,
+        recompute=recipe.recompute == "blocks",
+    )
+
+
+def fitted(recipe: Recipe, *, length: int = 0, say: Callable[[str], None], free: int | None = None) -> Recipe:
+    """The recipe with as many rows at a time as fit the memory of a CPU; what cannot fit is refused.
+
+    Rows have `length` tokens. On a GPU a step is tried instead, so only what does not depend on rows is looked at.
+    """
+    if recipe.memory == "try":
+        return recipe
+    cpu = recipe.device.startswith("cpu")
+    free = free_memory(recipe.device) if free is None else free
+    if not free:
+        return recipe
+    one = memory_of(recipe, recipe.model, 1, length)
+    least = one.total if cpu else one.fixed
+    if least > free:
+        raise ConfigError(_too_large(recipe, one, free))
+    if not cpu:
+        return recipe
+    room = free - _PROCESS - one.fixed
+    able = max(1, int(room / _TEMPORARY / max(1, one.activations)))
+    if recipe.micro <= able or one.total + _PROCESS > free:  # a single row may just fit: tried as it is
+        return recipe
+    needed = gigabytes(memory_of(recipe, recipe.model, recipe.micro, length).total)
+    what = f"{recipe.micro} {recipe.batch.unit} at a time need about {needed}, and {gigabytes(free)} are free"
+    if recipe.batch.micro:
+        raise ConfigError(f"batch.micro: {what}; set batch.micro={able}, or memory=try to try it all the same")
+    say(f"{what}: batch.micro is {able}")
+    return replace(recipe, batch=replace(recipe.batch, micro=able))
+
+
+def surely_fits(recipe: Recipe, length: int, free: int | None = None) -> bool:
+    """Whether a step takes so little of a GPU's memory that it need not be tried: that compiles it once more."""
+    free = free_memory(recipe.device) if free is None else free
+    return memory_of(recipe, recipe.model, recipe.micro, length).total < _SURE * free
+
+
+def _too_large(recipe: Recipe, needed: Memory, free: int) -> str:
+    """The sentence for a model that cannot be trained here, with the largest preset that can."""
+    family = recipe.model.family
+    sizes: list[tuple[int, str]] = []
+    for name, make in PRESETS.items():
+        model = make()
+        if model.family == family:
+            model = model if model.vocab else replace(model, vocab=recipe.model.vocab)
+            memory = memory_of(recipe, model, 1)
+            if memory.total * _TEMPORARY + _PROCESS < free:
+                sizes.append((memory.total, name))
+    largest = max(sizes, default=(0, ""))[1]
+    advice = f"the largest preset of this family that fits is {largest}" if largest else "no preset of this family fits"
+    return (
+        f"model: training {recipe.model.parameters():,} parameters needs at least {needed}, and {gigabytes(free)} are "
+        f"free; {advice}, and memory=try tries it all the same"
+    )
