@@ -12,11 +12,13 @@ from tests.training.conftest import FAMILIES, finish, laid, silent, start
 from tests.training.test_resume import assert_equal_ends, assert_goes_on_exactly
 from trivium.config import load, overrides
 from trivium.data import shards
+from trivium.data.batch import Batch
 from trivium.data.config import DataConfig
 from trivium.errors import ConfigError
 from trivium.text.kinds import Bytes
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import prepare
+from trivium.training import validate as validation
 from trivium.training.loop import updates
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
@@ -141,3 +143,28 @@ def test_our_small_presets_train(text: Path, tmp_path: Path, preset: str, object
     job = prepare.job(laid(recipe, tmp_path), 3)
     found = torch.stack([update.loss for update in updates(job)])
     assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize(("micro", "compiled"), [(2, True), (4000, False)])
+def test_few_validation_batches_are_not_compiled_for(
+    small: Make, tmp_path: Path, micro: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in evaluation is another program, and so is a last batch with fewer rows."""
+    monkeypatch.setattr(validation, "_BATCHES", 10)
+    ground = laid(small(**{"batch.rows": 4000, "batch.micro": micro, "evaluate.every": 1.0}), tmp_path)
+    job, seen = prepare.job(ground, 1), list[tuple[str, int]]()
+    inner = job.evaluate
+
+    def noted(how: str) -> Callable[[Batch], torch.Tensor]:
+        def compute(batch: Batch) -> torch.Tensor:
+            seen.append((how, len(batch.inputs["tokens"])))
+            return inner(batch)
+
+        return compute
+
+    job.compute, job.evaluate = noted("compiled"), noted("eager")
+    result = validate(job, ground.train, limit=35)
+    assert sum(count for _, count in seen) == 35
+    assert [how for how, _ in seen] == (["compiled"] * 17 + ["eager"] if compiled else ["eager"])
+    job.micro = 1
+    assert validate(job, ground.train, limit=35).loss == pytest.approx(result.loss)

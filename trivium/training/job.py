@@ -38,6 +38,7 @@ class Job:
     soundness: Soundness
     twins: Twins | None = None  # the matrices that a step multiplies by, if they are not the weights themselves
     compute: Callable[[Batch], Tensor]  # the summed loss of a micro-batch, compiled or not
+    evaluate: Callable[[Batch], Tensor]  # the same, never compiled
     timeline: Timeline
     micro: int  # rows (or tokens) of one forward pass; halved when memory runs out and the recipe leaves it open
     step: int = 0

@@ -211,6 +211,7 @@ def job(ground: Ground, total: int | Timeline, *, begin: bool = True) -> Job:
         order=_order(recipe, rows),
         soundness=Soundness(recipe.nonfinite, device),
         compute=computation(model, ground.task, autocast(recipe), recipe.compile != "off", isinstance(rows, Pairs)),
+        evaluate=computation(model, ground.task, autocast(recipe), False),
         timeline=total if isinstance(total, Timeline) else Timeline.fixed(total),
         micro=recipe.micro,
     )
