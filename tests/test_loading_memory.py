@@ -262,7 +262,7 @@ def test_numbers_of_a_kind_that_we_do_not_have_are_refused(tmp_path: Path) -> No
     tensors = saved(tmp_path)
     tensors["embedding.weight"] = tensors["embedding.weight"].to(torch.float8_e4m3fn)
     sealed(tmp_path, tensors)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*embedding\.weight is stored as F8_E4M3"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*'embedding\.weight' is stored as 'F8_E4M3'"):
         tv.load(tmp_path, device="cpu")
 
 

@@ -316,7 +316,9 @@ def _convert(hint: Any, value: Any) -> Any:
         return tuple(_convert(args[0], item) for item in value)
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is int and isinstance(value, int) and not isinstance(value, bool) and _LOWEST <= value <= _HIGHEST:
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        if not _LOWEST <= value <= _HIGHEST:
+            raise ValueError(f"{_show(value)} is {'more' if value > 0 else 'less'} than 64 bits hold")
         return value
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and _finite(value):
         return float(value)

@@ -142,6 +142,7 @@ def _read(path: Path, name: Path, most: int, flags: int) -> bytes:
 
 def exists_already(path: Path) -> str:
     """The sentence about a place that is taken: it names another one, and never asks for anything to be deleted."""
+    path = path if path.name else path.absolute()
     base = Path("exported") / path.name if (path / "config.toml").exists() else path
     names = (base.with_name(f"{base.stem}-{number}{base.suffix}") for number in itertools.count(2))
     free = next(other for other in itertools.chain([base], names) if not os.path.lexists(other))

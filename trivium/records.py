@@ -7,7 +7,6 @@ a `Broken` that says in a few words which file is wrong and how.
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from trivium.files import read_inside
 ABOUT, CARD, CONFIG, METRICS, SAMPLES = "about.json", "model.json", "config.toml", "metrics.jsonl", "samples.jsonl"
 RESULTS = "results"
 _MOST = 2**63
+_HUGE = 1e300  # no number that was measured; a whole number in JSON may be beyond every float
 _LARGEST = 1 << 30  # bytes of a file
 Row = dict[str, Any]
 
@@ -112,7 +112,7 @@ def score(row: Row | None, evaluations: Iterable[Row] = ()) -> tuple[float, str]
 
 def _is_number(row: Row, key: str) -> bool:
     value = row.get(key)
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE
 
 
 def is_count(value: object) -> bool:

@@ -182,7 +182,7 @@ def test_a_model_that_was_withdrawn_is_gone_whatever_was_committed(tmp_path: Pat
 def test_a_full_disk_leaves_the_old_model_and_nothing_else(tmp_path: Path, limit: int) -> None:
     folder = tmp_path / "model"
     save(folder, 4)
-    with no_file_above(limit), pytest.raises(FileError, match=r"model: File too large"):
+    with no_file_above(limit), pytest.raises(FileError, match=r"model/model.safetensors: File too large"):
         save(folder, 5)
     assert number_in(folder) == 4
     assert sorted(os.listdir(folder)) == sorted(FILES)

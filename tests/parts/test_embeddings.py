@@ -45,7 +45,7 @@ def test_dropout_falls_on_the_sum_with_the_positions_in_training_only() -> None:
 
 
 def test_cost_counts_the_table_and_no_arithmetic() -> None:
-    assert tuple(Tokens().cost(SITE, tied=False)) == (36, 0)
+    assert tuple(Tokens().cost(SITE, tied=False)) == (36, 0, 0)
     assert Tokens().build(SITE).weight.numel() == 36
 
 

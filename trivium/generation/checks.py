@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import cast
 
-from trivium.errors import RequestError
+from trivium.errors import RequestError, shown
 
 TOKENS = 1_000_000  # new tokens of one request at most
 SAMPLES = 10_000  # of one prompt
@@ -60,5 +60,5 @@ def items_of(name: str, given: object, wanted: str) -> list[object]:
 
 def _shown(value: object) -> str:
     """A value as a sentence may show it."""
-    text = repr(value)
-    return text if isinstance(value, Real | str | bytes | None) and len(text) <= 60 else f"a {type(value).__name__}"
+    text = shown(value, 60) if isinstance(value, Real | str | bytes | None) else ""
+    return text if text and not text.endswith("...") else f"a {type(value).__name__}"

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from trivium import records
+from trivium.files import read_inside
 from trivium.records import Broken, Row
 from trivium.report.curve import curve
 from trivium.report.facts import facts
@@ -15,6 +16,7 @@ from trivium.report.facts import facts
 _SHOWN = 4  # steps with samples, and examples of an evaluation, before the rest is folded
 _ROWS = 12  # of the validation table before it is folded
 _LONGEST = 2000  # characters of one sample
+_LARGEST = 64 << 20  # bytes of a file that is shown whole
 _UNITS = {
     "masked": "nats per masked token",
     "spans": "nats per masked token",
@@ -66,13 +68,14 @@ def page(folder: Path) -> str:
         f"<details><summary>config.toml</summary><pre>{escape(_text(folder / records.CONFIG))}</pre></details>",
         f"<details><summary>env.json</summary><pre>{escape(_text(folder / 'env.json'))}</pre></details>",
     ]
-    return (
+    whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(section for section in sections if section)
         + "\n</body></html>\n"
     )
+    return whole.encode(errors="replace").decode()  # a line of JSON may hold half a surrogate pair
 
 
 def _summary(trained: list[Row], scored: list[Row], tests: list[Row], results: list[Row]) -> str:
@@ -213,6 +216,6 @@ def _rows(path: Path) -> list[Row]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        return read_inside(path.parent, path.name, _LARGEST).decode(errors="replace")
     except OSError:
         return ""

@@ -19,8 +19,9 @@ _LARGEST = 1 << 30  # bytes of a journal: some six million steps
 class Journal:
     """A file of JSON lines. What the disk refuses is kept in memory, in order, until `flush` succeeds."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, damaged: bool = False) -> None:
         self.path = path
+        self.damaged = damaged  # whether its reader wants to see rows that cannot be right
         self._file: FileIO | None = None
         self._left = b""  # not on the disk yet; not always whole lines, since a write may stop anywhere
         self._anew = False  # whether what is left replaces the file
@@ -36,7 +37,7 @@ class Journal:
 
     def cut(self, step: int) -> None:
         """Drop what was written after `step`: the run went on from an earlier checkpoint. An OSError is as in write."""
-        self._left = _lines(row for row in self.rows() if row.get("step", 0) <= step)
+        self._left = _lines(row for row in self.rows() if not _is_sound(row) or row.get("step", 0) <= step)
         self._anew = True
         self.close()
         self.flush()
@@ -59,7 +60,8 @@ class Journal:
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows, also those that are not on the disk yet."""
-        return _rows(self._left if self._anew else self._content() + self._left)
+        found = rows_in(self._left if self._anew else self._content() + self._left)
+        return found if self.damaged else list(filter(_is_sound, found))
 
     def _content(self) -> bytes:
         if self._file is not None:
@@ -76,7 +78,7 @@ class Journal:
 def rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a journal; a last line torn by a crash is left out."""
     try:
-        return _rows(_content(path))
+        return list(filter(_is_sound, rows_in(_content(path))))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; restore it from a copy or delete it") from None
 
@@ -91,10 +93,6 @@ def _content(path: Path) -> bytes:
 
 def _open_plain(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # a link could lead to any file of the user
-
-
-def _rows(content: bytes) -> list[dict[str, Any]]:
-    return [row for row in rows_in(content) if _is_sound(row)]
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:

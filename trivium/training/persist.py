@@ -96,7 +96,7 @@ class Record:
         self.history = history
         self.metrics = Journal(home.folder / "metrics.jsonl")
         self.samples = Journal(home.folder / "samples.jsonl")
-        self.timeline = Journal(home.folder / "timeline.jsonl")  # the knots of a budget in minutes
+        self.timeline = Journal(home.folder / "timeline.jsonl", damaged=True)  # the knots of a budget in minutes
         self.trackers = trackers
         self.gone = False  # whether the folder had to be made again and holds no checkpoint yet
         self._untold: list[Mapping[str, Any]] | None = []  # None: the trackers must hear everything from the start
