@@ -49,6 +49,17 @@ def test_answers_that_need_no_torch_do_not_import_it(folder: Path, name: str) ->
     assert found.stdout.splitlines()[-1] == "False"
 
 
+def test_a_run_and_a_saved_model_are_shown_without_torch(folder: Path) -> None:
+    made = ["model=gpt-mini", "model.width=16", "model.context=16", "model.decoder.layers=1", "tokenizer=bytes"]
+    trained = call(folder, "train", "recipe.toml", "model.decoder.block.attention.heads=2", *made)
+    assert trained.returncode == 0, trained.stderr
+    assert call(folder, "import", "runs/recipe", "saved").returncode == 0
+    for place, said in (("runs/recipe", "finished"), ("saved", "decoder")):
+        found = call(folder, "show", place)
+        assert (found.returncode, said in found.stdout) == (0, True), found.stderr
+        assert found.stdout.splitlines()[-1] == "False"
+
+
 def test_importing_the_package_imports_neither_torch_nor_its_compiler(tmp_path: Path) -> None:
     code = (
         "import sys, trivium; a = 'torch' in sys.modules; import trivium.api; print(a, 'torch._dynamo' in sys.modules)"

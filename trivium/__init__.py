@@ -14,7 +14,11 @@ from __future__ import annotations
 import importlib as _importlib
 import typing as _typing
 
+from trivium import threads as _threads
+
 __version__ = "0.1.0"
+
+_threads.limit_spinning()  # before torch is loaded
 
 if _typing.TYPE_CHECKING:
     from trivium.api import (

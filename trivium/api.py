@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from trivium import config as settings
-from trivium import records
+from trivium import records, threads
 from trivium.checkpoints import bundle, format
 from trivium.checkpoints.format import Stored
+from trivium.checkpoints.manifest import MANIFEST
 from trivium.checkpoints.model_files import has_model
-from trivium.checkpoints.store import Store, run_of
+from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, RequestError, shown, with_file_errors
 from trivium.evaluation.likelihood import Score
-from trivium.evaluation.results import results
 from trivium.files import as_path
 from trivium.generation.classify import Verdict
 from trivium.generation.embed import Neighbour, neighbours
@@ -34,6 +34,7 @@ from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Lay, Transformer, lay_out, weights
 from trivium.models.transformer import build as build_module
+from trivium.overview import show
 from trivium.planner.memory import model_memory, require_memory
 from trivium.text.missing import MissingTokenizer
 from trivium.text.tokenizer import open_tokenizer
@@ -141,6 +142,8 @@ def load(
     if type(bits) is not int or bits not in (0, 4, 8):
         raise RequestError(f"bits: weights can have 8 or 4 bits, not {shown(bits)}; 0 keeps them as they are")
     target = choose(device)
+    if target.type == "cpu" and (busy := threads.advice()):
+        told(busy)
     lay = partial(lay_out, device=target)
 
     def first(module: nn.Module) -> None:
@@ -150,7 +153,7 @@ def load(
         if not bits:  # what has levels is laid out when it has them
             lay(module)
 
-    if (run := run_of(folder)) is not None:
+    if (run := records.run_of(folder)) is not None:
         if average:
             raise CheckpointError(f"{folder} is one checkpoint; name its run {run} to average the newest")
         found = _from_checkpoint(run, folder, parts, first)
@@ -164,7 +167,7 @@ def load(
         foreign = open_foreign(folder, say=told, tick=tick, lay=first)
         missing = MissingTokenizer(foreign.module.config.vocab, folder)
         found = bundle.Bundle(foreign.module, foreign.tokenizer or missing, foreign.notes)
-    elif (folder / format.MANIFEST).is_file() and (folder / bundle.WEIGHTS).is_file():
+    elif (folder / MANIFEST).is_file() and (folder / bundle.WEIGHTS).is_file():
         raise CheckpointError(f"{folder} is a checkpoint without its run; name it where it was: RUN/checkpoints/step-N")
     else:
         raise CheckpointError(
@@ -272,53 +275,10 @@ def train(
         tick=lambda what, at, of: None,
     )
     session.alert = say
+    if session.recipe.device == "cpu" and (busy := threads.advice()):
+        say(busy)
     for event in session.events():
         text = line(event)
         if text:
             say(text)
     return Run(session.folder, parts)
-
-
-@with_file_errors
-def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, Any]:
-    """What a run or a saved model says of itself, as plain values."""
-    path = as_path(folder)
-    if (home := run_of(path)) is not None:
-        return _shown_checkpoint(path, home, parts)
-    if not (is_run(path) or has_model(path)):
-        raise CheckpointError(f"{path} holds neither a model nor a run; `trivium runs` lists what is here")
-    run = Run(path)
-    steps = [row["step"] for row in records.of_kind(run.metrics, "train")]
-    card = bundle.card(path) if has_model(path) else {}
-    table = card.get("config") or settings.read_of(path).get("model", {})
-    config = settings.load(ModelConfig, table, parts=parts)
-    tests = records.of_kind(run.metrics, "test")
-    return {
-        "path": str(path),
-        "state": "finished" if card else "unfinished",
-        "family": config.family,
-        "parameters": config.parameters(),
-        "step": steps[-1] if steps else 0,
-        "best": run.best,
-        "test": tests[-1] if tests else None,
-        "results": results(path),
-        "notes": card.get("notes", {}),
-    }
-
-
-def _shown_checkpoint(path: Path, home: Path, parts: Sequence[type[Any]]) -> dict[str, Any]:
-    """What one checkpoint of a run is, and how good it was."""
-    step = format.manifest(path).step
-    config = settings.load(ModelConfig, settings.read(home / "config.toml").get("model", {}), parts=parts)
-    scored = [row for row in records.of_kind(Run(home).metrics, "valid") if row["step"] == step]
-    return {
-        "path": str(path),
-        "state": "checkpoint",
-        "family": config.family,
-        "parameters": config.parameters(),
-        "step": step,
-        "best": scored[-1] if scored else None,
-        "test": None,
-        "results": results(path),
-        "notes": {"run": str(home), "step": step},
-    }

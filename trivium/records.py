@@ -15,7 +15,7 @@ from typing import Any
 from trivium.files import read_inside
 
 ABOUT, CARD, CONFIG, METRICS, SAMPLES = "about.json", "model.json", "config.toml", "metrics.jsonl", "samples.jsonl"
-RESULTS = "results"
+RESULTS, MANIFEST = "results", "manifest.json"
 _MOST = 2**63
 _HUGE = 1e300  # no number that was measured; a whole number in JSON may be beyond every float
 _LARGEST = 1 << 30  # bytes of a file
@@ -86,6 +86,25 @@ def results(folder: Path) -> list[Row]:
             content = {"name": path.stem, "split": "", "metric": "damaged", "score": None}
         found.append({key: value for key, value in content.items() if key != "examples"})
     return found
+
+
+def run_of(path: Path) -> Path | None:
+    """The run that the checkpoint at `path` belongs to; None if there is no checkpoint, or it lies in no run."""
+    home = path.absolute().parent.parent  # RUN/checkpoints/step-N
+    whole = path.absolute().parent.name == "checkpoints" and (path / MANIFEST).is_file()
+    return home if whole and (home / CONFIG).is_file() else None
+
+
+def results_folder(model: Path) -> Path:
+    """Where the results files of a model lie."""
+    if (run := run_of(model)) is not None:  # a checkpoint is sealed, and deleted when it is old
+        return run / RESULTS / model.name
+    return model.parent / RESULTS / model.name if model.is_file() else model / RESULTS
+
+
+def results_of(model: Path) -> list[Row]:
+    """The evaluations of a model, as `results` gives them."""
+    return results(results_folder(model))
 
 
 def of_kind(found: Iterable[Row], kind: str) -> list[Row]:

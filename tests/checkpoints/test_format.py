@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trivium.checkpoints import format
+from trivium.checkpoints import format, manifest
 from trivium.errors import CheckpointError
 
 DTYPES = [
@@ -169,8 +169,8 @@ def test_a_missing_or_an_extra_file_is_named(small: Path) -> None:
 def test_a_newer_format_is_refused_with_the_way_out(small: Path) -> None:
     fields = json.loads((small / "manifest.json").read_bytes())
     del fields["sha256"]
-    (small / "manifest.json").write_bytes(sealed(fields | {"format": format.FORMAT + 1, "shape": "unknown"}))
-    with pytest.raises(format.NewerFormat, match="written by a newer trivium"):
+    (small / "manifest.json").write_bytes(sealed(fields | {"format": manifest.FORMAT + 1, "shape": "unknown"}))
+    with pytest.raises(manifest.NewerFormat, match="written by a newer trivium"):
         format.verify(small)
 
 

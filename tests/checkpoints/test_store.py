@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trivium.checkpoints import format
+from trivium.checkpoints.manifest import FORMAT
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError
 
@@ -161,7 +162,7 @@ def test_a_checkpoint_of_a_newer_trivium_is_not_skipped(tmp_path: Path, monkeypa
     store = Store(tmp_path)
     save(store, 1)
     with monkeypatch.context() as later:
-        later.setattr(format, "FORMAT", format.FORMAT + 1)
+        later.setattr(format, "FORMAT", FORMAT + 1)
         save(store, 2)
     with pytest.raises(CheckpointError, match="newer trivium"):
         store.newest(say=silent)

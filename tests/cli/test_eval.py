@@ -12,7 +12,7 @@ from tests.evaluation import corpora
 from tests.generation import tiny
 from trivium import api
 from trivium.evaluation.likelihood import score_text
-from trivium.evaluation.results import results
+from trivium.records import results_of as results
 
 GPT = tiny.model("gpt-mini", tiny.BYTES, spread=0.5)
 

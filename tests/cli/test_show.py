@@ -12,9 +12,8 @@ import pytest
 from tests.cli.conftest import Call, refused
 from tests.evaluation import corpora
 from tests.generation import tiny
-from trivium import api
+from trivium import api, records
 from trivium.cli.render import PlainWatcher
-from trivium.evaluation import results
 
 MODULE = tiny.model("llama-mini", tiny.BYTES, spread=0.5)
 
@@ -63,11 +62,11 @@ def test_the_results_of_a_file_lie_beside_it_under_its_name(invoke: Call, home: 
     outcome = invoke("eval", "model.gguf", "ptb", "--data-dir", "data", "--device", "cpu")
     assert outcome.code == 0, outcome.err
     assert "written to results/model.gguf/ptb-valid.json" in outcome.err
-    (found,) = results.results(home / "model.gguf")
+    (found,) = records.results_of(home / "model.gguf")
     assert found["metric"] in found["scores"]
     own = invoke("eval", "own", "ptb", "--data-dir", "data", "--device", "cpu", "--json")
     assert json.loads(own.out)["scores"] == pytest.approx(found["scores"], rel=1e-5)
-    assert results.results(home) == []  # those of the folder itself
+    assert records.results_of(home) == []  # those of the folder itself
     assert "ptb valid" in invoke("show", "model.gguf").out
 
 

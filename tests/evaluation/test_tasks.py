@@ -14,6 +14,7 @@ import torch
 
 from tests.evaluation import corpora
 from tests.generation import tiny
+from trivium import records
 from trivium.data.sources import held_out
 from trivium.errors import ConfigError, DataError, RequestError
 from trivium.evaluation import results
@@ -201,10 +202,10 @@ def test_every_look_at_a_split_is_counted(tmp_path: Path) -> None:
 
 
 def test_results_are_listed_without_examples_and_damage_is_told(tmp_path: Path) -> None:
-    assert results.results(tmp_path) == []
+    assert records.results_of(tmp_path) == []
     write(tmp_path, outcome(), SUBJECTS["decoder"][0])
     (tmp_path / "results" / "torn.json").write_text('{"name": "torn"')
-    first, second = results.results(tmp_path)
+    first, second = records.results_of(tmp_path)
     assert (first["name"], first["scores"]["tokens"], "examples" in first) == ("ptb", 3, False)
     assert (second["name"], second["metric"], second["score"]) == ("torn", "damaged", None)
 

@@ -20,6 +20,7 @@ from tests.generation import tiny
 from trivium import api
 from trivium.checkpoints import bundle
 from trivium.checkpoints.bundle import CARD, TOKENIZER, WEIGHTS
+from trivium.checkpoints.card import card
 from trivium.checkpoints.model_files import COMMITTED, has_model, is_vacant, withdraw
 from trivium.errors import BusyError, CheckpointError, FileError
 from trivium.files import Lock
@@ -200,7 +201,7 @@ def test_a_file_that_cannot_be_replaced_leaves_the_old_model(tmp_path: Path) -> 
     with pytest.raises(FileError, match="Is a directory"):
         save(folder, 5)
     assert sorted(os.listdir(folder)) == sorted(FILES)
-    assert bundle.card(folder)["notes"] == {"number": 4}
+    assert card(folder)["notes"] == {"number": 4}
 
 
 def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:

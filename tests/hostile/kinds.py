@@ -46,10 +46,10 @@ from trivium.data.pairs import read_pairs
 from trivium.data.show import describe, preview
 from trivium.data.sources import pieces
 from trivium.errors import TriviumError
-from trivium.evaluation.results import results
 from trivium.generation.chat import chat_of
 from trivium.handle import Model
 from trivium.interop.pooling import pooling
+from trivium.records import results_of as results
 from trivium.text.published import read_tokenizer
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 

@@ -19,6 +19,7 @@ from tests.hostile import folders
 from tests.interop import gguf_models, test_gguf, test_hostile, test_llama2c
 from trivium import api
 from trivium.checkpoints import format
+from trivium.checkpoints.manifest import seal
 from trivium.config import write
 from trivium.data import shards
 from trivium.errors import TriviumError
@@ -161,7 +162,7 @@ def seal_manifest(folder: Path) -> None:
     try:
         table = json.loads(path.read_text())
         table.pop("sha256", None)
-        path.write_bytes(format._seal(format._json(table)))
+        path.write_bytes(seal(format._json(table)))
     except (ValueError, AttributeError, RecursionError):
         return
 
@@ -174,7 +175,7 @@ def seal_checkpoint(folder: Path) -> None:
     for name, entry in table["files"].items():
         file = folder / STEP / name
         entry.update(size=file.stat().st_size, sha256=hash_of(file))
-    path.write_bytes(format._seal(format._json(table)))
+    path.write_bytes(seal(format._json(table)))
 
 
 def seal_shards(folder: Path) -> None:

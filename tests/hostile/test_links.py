@@ -18,9 +18,9 @@ from trivium.checkpoints.store import Store
 from trivium.config import read
 from trivium.data.shards import open_shards
 from trivium.errors import CheckpointError, ConfigError, TriviumError
-from trivium.evaluation.results import results
 from trivium.files import Lock
 from trivium.models.transformer import weights
+from trivium.records import results_of as results
 from trivium.text.tokenizer import open_tokenizer
 
 SORTS = ["link", "device", "pipe", "folder", "loop", "endless"]

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from trivium import config as settings
 from trivium.checkpoints import format
-from trivium.checkpoints.format import Manifest, NewerFormat, Stored
+from trivium.checkpoints.card import FORMAT, PLAIN, card
+from trivium.checkpoints.format import Stored
+from trivium.checkpoints.manifest import Manifest, NewerFormat
 from trivium.checkpoints.model_files import CARD as CARD
 from trivium.checkpoints.model_files import TOKENIZER as TOKENIZER
 from trivium.checkpoints.model_files import WEIGHTS as WEIGHTS
 from trivium.checkpoints.model_files import home_of, identity, replace_model
 from trivium.checkpoints.store import Store
-from trivium.errors import CheckpointError, ConfigError, DataError, shown
-from trivium.files import read_inside, regular_inside, sha256, write_synced
+from trivium.errors import CheckpointError, ConfigError, DataError
+from trivium.files import regular_inside, sha256, write_synced
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import Lay, Shaped, Transformer, check_weights, empty, shapes_of, weights
 from trivium.parts.quantized import (
@@ -37,8 +39,6 @@ from trivium.parts.quantized import (
 )
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
-PLAIN, FORMAT = 1, 2  # a quantised model has format 2, which a trivium that knows only floats refuses
-_CARD_BYTES = 64 << 20  # the most that is read: configuration, chat template and 100,000 labels need less
 _TRIES = 5  # readings beside a process that saves again and again
 
 Tick = Callable[[str, int, int], None]  # what is going on, how far, of how much
@@ -292,41 +292,3 @@ def _files(folder: Path, manifest: Manifest) -> list[Path]:
 
 def _like(newest: Tensor, mean: Tensor) -> Tensor:
     return mean.to(newest.dtype) if newest.is_floating_point() else newest  # a count has no mean
-
-
-def _is_sound(notes: Mapping[str, Any]) -> bool:
-    """Whether the notes that a model is used by are of their types; the others are only shown."""
-    ids, labels, sentences = notes.get("ids", {}), notes.get("labels", []), notes.get("sentences", {})
-    kinds = {"pooling": str, "normalize": bool, "longest": int, "unread": list}
-    return (
-        isinstance(ids, dict)
-        and all(isinstance(each, list) and all(type(id) is int and id >= 0 for id in each) for each in ids.values())
-        and isinstance(labels, list)
-        and all(isinstance(label, str) for label in labels)
-        and isinstance(sentences, dict)
-        and all(name not in sentences or type(sentences[name]) is kind for name, kind in kinds.items())
-        and isinstance(notes.get("chat_template", ""), str)
-    )
-
-
-def card(folder: Path) -> dict[str, Any]:
-    """What `model.json` of a folder says, checked."""
-    path = folder / CARD
-    try:
-        facts = json.loads(read_inside(home_of(folder, CARD), CARD, _CARD_BYTES).decode())
-        version = facts["format"]
-        wanted = {"config": dict, "weights": str, "tokenizer": str, "notes": dict}
-        sound = type(version) is int and all(isinstance(facts[key], kind) for key, kind in wanted.items())
-        sound = sound and (version != FORMAT or (type(facts["bits"]) is int and facts["bits"] in (8, 4)))
-        sound = sound and _is_sound(facts["notes"])
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} holds no model: {CARD} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        sound, version, facts = False, 0, {}
-    if not sound:
-        raise CheckpointError(f"{path} is not the card of a trivium model; restore it from a copy")
-    if version > FORMAT:
-        raise CheckpointError(f"{path} was written by a newer trivium (format {shown(version)}); upgrade trivium")
-    return dict(facts)

@@ -6,14 +6,13 @@ so a changed byte is found anywhere, in the manifest too. Every later format kee
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,42 +21,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trivium.checkpoints.manifest import (
+    FORMAT,
+    MANIFEST,
+    NAME,
+    Entry,
+    Manifest,
+    damaged,
+    manifest,
+    read_bytes,
+    seal,
+    unreadable,
+)
 from trivium.errors import CheckpointError, printable, shown
-from trivium.files import read_inside, regular_inside, sha256, sync_file, sync_folder, temporary, write_synced
+from trivium.files import regular_inside, sha256, sync_file, sync_folder, temporary, write_synced
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # no separator and no leading dot: nothing outside the folder
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 _CHUNK = 1 << 20  # bytes of a tensor that are read at a time
-_JSON_BYTES = 64 << 20  # the most that is read of a manifest or a document
 _KINDS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-
-
-class NewerFormat(CheckpointError):
-    """The checkpoint is not damaged: this version of trivium is too old to read it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """What a file of a checkpoint must be."""
-
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """What a checkpoint says of itself."""
-
-    format: int
-    step: int
-    files: Mapping[str, Entry]
-    notes: Mapping[str, Any]
 
 
 def write(
@@ -76,7 +60,7 @@ def write(
         raise CheckpointError(f"{folder} already exists; delete it or name another folder")
     texts = {f"{stem}.json": _json(document) for stem, document in documents.items()}
     names = [*texts, *(f"{stem}.safetensors" for stem in tensors)]
-    assert all(_NAME.fullmatch(name) and name != MANIFEST for name in names), names
+    assert all(NAME.fullmatch(name) and name != MANIFEST for name in names), names
     hidden = temporary(folder)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
@@ -87,7 +71,7 @@ def write(
             write_synced(hidden / name, text)
         files = {n: Entry(size=(hidden / n).stat().st_size, sha256=sha256(hidden / n)) for n in sorted(names)}
         result = Manifest(format=FORMAT, step=step, files=files, notes=notes)
-        write_synced(hidden / MANIFEST, _seal(_json(asdict(result))))
+        write_synced(hidden / MANIFEST, seal(_json(asdict(result))))
         sync_folder(hidden)
         os.rename(hidden, folder)
     except BaseException:
@@ -99,16 +83,6 @@ def write(
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _seal(body: bytes) -> bytes:
-    """A JSON object with its own sha256 as the last field."""
-    head = body.removesuffix(b"\n}\n") + b",\n"
-    return head + _tail(head)
-
-
-def _tail(head: bytes) -> bytes:
-    return f'  "sha256": "{hashlib.sha256(head).hexdigest()}"\n}}\n'.encode()
 
 
 def write_tensors(path: Path, group: Mapping[str, Tensor]) -> None:
@@ -130,42 +104,6 @@ def write_tensors(path: Path, group: Mapping[str, Tensor]) -> None:
     sync_file(path)
 
 
-def manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, its seal checked but not the files that it lists."""
-    path = folder / MANIFEST
-    raw = _read(path)
-    head = raw[: -len(_tail(b""))]
-    if raw != head + _tail(head):
-        raise CheckpointError(_damaged(path, "its own sha256 does not match"))
-    try:
-        fields = json.loads(raw)
-        version = fields["format"]
-        if type(version) is int and version > FORMAT:
-            raise NewerFormat(
-                f"{path} was written by a newer trivium (format {shown(version)}, this one reads {FORMAT}); "
-                "upgrade trivium"
-            )
-        files = {name: Entry(size=entry["size"], sha256=entry["sha256"]) for name, entry in fields["files"].items()}
-        result = Manifest(format=version, step=fields["step"], files=files, notes=fields["notes"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(_damaged(path, "it is not the manifest of a checkpoint")) from None
-    if not _sound(result):
-        raise CheckpointError(_damaged(path, "it is not the manifest of a checkpoint"))
-    return result
-
-
-def _sound(manifest: Manifest) -> bool:
-    """Whether a sealed manifest, perhaps a stranger's, says what a manifest may say."""
-    numbers = [manifest.format, manifest.step, *(entry.size for entry in manifest.files.values())]
-    return (
-        all(type(number) is int and number >= 0 for number in numbers)
-        and manifest.format == FORMAT
-        and isinstance(manifest.notes, dict)
-        and all(_NAME.fullmatch(name) and name != MANIFEST for name in manifest.files)
-        and all(isinstance(e.sha256, str) and _DIGEST.fullmatch(e.sha256) for e in manifest.files.values())
-    )
-
-
 def verify(folder: Path) -> Manifest:
     """The manifest of a checkpoint of which every byte is as it was written, or a CheckpointError naming the file."""
     result = manifest(folder)
@@ -184,28 +122,11 @@ def _verify_file(path: Path, entry: Entry) -> None:
     try:
         size = regular_inside(path.parent, path.name).stat().st_size
         if size != entry.size:
-            raise CheckpointError(_damaged(path, f"it has {size} bytes instead of {shown(entry.size)}"))
+            raise CheckpointError(damaged(path, f"it has {size} bytes instead of {shown(entry.size)}"))
         if sha256(path) != entry.sha256:
-            raise CheckpointError(_damaged(path, "its sha256 does not match"))
+            raise CheckpointError(damaged(path, "its sha256 does not match"))
     except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _damaged(path: Path, reason: str) -> str:
-    return f"{path} is damaged: {reason}; restore it from a copy or use another checkpoint"
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    if isinstance(error, FileNotFoundError):
-        return CheckpointError(_damaged(path, "it is missing"))
-    return CheckpointError(f"{path} cannot be read: {error.strerror or error}; use another checkpoint")
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_inside(path.parent, path.name, _JSON_BYTES)
-    except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def tensors(folder: Path, stem: str) -> dict[str, Tensor]:
@@ -219,9 +140,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         regular_inside(path.parent, path.name)
         return load_file(path)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     except (SafetensorError, RuntimeError) as error:
-        raise CheckpointError(_damaged(path, printable(str(error), 200))) from None
+        raise CheckpointError(damaged(path, printable(str(error), 200))) from None
 
 
 class Stored(NamedTuple):
@@ -317,24 +238,24 @@ def stored(path: Path) -> dict[str, Stored]:
         regular_inside(path.parent, path.name)
         result = header(path)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     except SafetensorError as error:
-        raise CheckpointError(_damaged(path, printable(str(error), 200))) from None
+        raise CheckpointError(damaged(path, printable(str(error), 200))) from None
     for name, entry in result.items():
         if entry.dtype is None:
             what = f"{shown(name)} is stored as {shown(entry.kind)}"
-            raise CheckpointError(_damaged(path, f"{what}, which no tensor here is"))
+            raise CheckpointError(damaged(path, f"{what}, which no tensor here is"))
     return result
 
 
 def document(folder: Path, stem: str) -> dict[str, Any]:
     """The content of STEM.json; `verify` the folder first."""
     path = folder / f"{stem}.json"
-    raw = _read(path)
+    raw = read_bytes(path)
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
-        raise CheckpointError(_damaged(path, "it is not JSON")) from None
+        raise CheckpointError(damaged(path, "it is not JSON")) from None
     if not isinstance(value, dict):
-        raise CheckpointError(_damaged(path, "it is not a JSON object"))
+        raise CheckpointError(damaged(path, "it is not a JSON object"))
     return value

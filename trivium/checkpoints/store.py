@@ -13,20 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from trivium.checkpoints import format
-from trivium.checkpoints.format import Manifest, NewerFormat
+from trivium.checkpoints.manifest import Manifest, NewerFormat, manifest
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import remove, remove_leftovers, sync_folder, temporary
 
 # A step saved again appears as step-N.new beside the old step-N before it takes its place: a folder cannot be renamed
 # over another, and a process killed in between must leave one of the two in sight.
 _STEP = re.compile(r"step-(\d{8,})(\.new)?")
-
-
-def run_of(path: Path) -> Path | None:
-    """The run that the checkpoint at `path` belongs to; None if there is no checkpoint, or it lies in no run."""
-    home = path.absolute().parent.parent  # RUN/checkpoints/step-N
-    whole = path.absolute().parent.name == "checkpoints" and (path / format.MANIFEST).is_file()
-    return home if whole and (home / "config.toml").is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +151,7 @@ class Store:
         scored: list[tuple[float, int, Listed]] = []
         for item in listed:
             try:
-                score = format.manifest(item.path).notes.get("score")
+                score = manifest(item.path).notes.get("score")
             except CheckpointError as error:
                 say(f"skipped a checkpoint: {error}")
                 continue

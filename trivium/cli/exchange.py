@@ -100,11 +100,11 @@ def _smaller(m: Any, model: Path, out: Path, bits: int, text: Path | None) -> No
 
 def _sample(m: Any, model: Path, text: Path | None) -> tuple[str, str]:
     """A text to compare on and its name: the one that is given, the run's own validation text, or some Shakespeare."""
-    from trivium.checkpoints.store import run_of
     from trivium.cli.demos.assets import text_of
     from trivium.data.config import DataConfig
     from trivium.data.shards import open_shards
     from trivium.data.sources import texts
+    from trivium.records import run_of
 
     if text is not None:
         found = "".join(texts(DataConfig(paths=(str(text),)), read=lambda count: None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -174,19 +173,26 @@ def show(model: use.ModelPath, as_json: Json = False) -> None:
 
 def _facts(model: Path) -> dict[str, Any]:
     """What `api.show` says; a file of another program says it when it is opened."""
-    from trivium import api
+    from trivium import overview, records
     from trivium.checkpoints.model_files import has_model
-    from trivium.cli.render import watcher
-    from trivium.evaluation.results import results
     from trivium.training.recipes import is_run
 
     if is_run(model) or has_model(model) or not (model.is_file() or (model / "config.json").is_file()):
-        return api.show(model)
+        return overview.show(model)
+    from trivium import api
+    from trivium.cli.render import watcher
+
     with watcher() as watch:
         m = api.load(model, device="cpu", say=lambda text: None, tick=watch.tick)
     facts = {"state": "published", "family": m.config.family, "parameters": m.config.parameters()}
     nothing = {"step": 0, "best": None, "test": None}
-    return {"path": str(model), **facts, **nothing, "results": results(model), "notes": dict(m.notes)}
+    return {
+        "path": str(model),
+        **facts,
+        **nothing,
+        "results": records.results_of(model),
+        "notes": dict(m.notes),
+    }
 
 
 def _note(value: Any) -> str:
@@ -215,9 +221,6 @@ def doctor(runs: Runs = RUNS, as_json: Json = False) -> None:
 
 def main() -> None:
     """Run a command; every error is one sentence on standard error, with the exit code that says whose turn it is."""
-    # Threads that wait for each other give up their core soon. By default they spin for milliseconds, and then two
-    # runs on the same cores take each other 100 times the time instead of twice. It must be set before torch loads.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     debug = "--debug" in sys.argv[1:]
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:

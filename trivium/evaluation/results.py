@@ -18,30 +18,22 @@ from typing import Any
 import torch
 
 from trivium import records, report
-from trivium.checkpoints.store import run_of
 from trivium.errors import RequestError
 from trivium.evaluation.tasks import Outcome
 from trivium.files import read_inside, write_atomic
 from trivium.models.transformer import Transformer, weights
 from trivium.text.tokenizer import Tokenizer
 
-FOLDER = records.RESULTS
 _LARGEST = 256 << 20  # bytes of a results file, with its examples
 
 
 def place(model: Path) -> Path:
     """The folder of a model's results files; a RequestError if it cannot be written, before any work is done."""
-    folder = _place(model)
+    folder = records.results_folder(model)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if model.exists() and not (there.is_dir() and os.access(there, os.W_OK)):
         raise RequestError(f"the results cannot be written to {folder}; copy or import the model to where they can")
     return folder
-
-
-def _place(model: Path) -> Path:
-    if (run := run_of(model)) is not None:  # a checkpoint is sealed, and deleted when it is old
-        return run / FOLDER / model.name
-    return model.parent / FOLDER / model.name if model.is_file() else model / FOLDER
 
 
 def record(
@@ -55,7 +47,7 @@ def record(
     seconds: float,
 ) -> dict[str, Any]:
     """Write the results file of an outcome and give its content; `looks` counts the evaluations of this split."""
-    path = _place(model_path) / f"{outcome.name}-{outcome.split}.json"
+    path = records.results_folder(model_path) / f"{outcome.name}-{outcome.split}.json"
     before = _looks(path)
     told = asdict(outcome)
     examples = told.pop("examples")
@@ -72,11 +64,6 @@ def record(
     if (model_path / records.CONFIG).is_file():  # the page of a run has its evaluations
         write_atomic(model_path / "report.html", report.page(model_path).encode())
     return content
-
-
-def results(model: Path) -> list[dict[str, Any]]:
-    """What the results files of a model say, without their examples; a damaged one is said to be so."""
-    return records.results(_place(model))
 
 
 def weights_digest(model: Transformer) -> str:

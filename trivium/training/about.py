@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from trivium import records
-from trivium.checkpoints.store import run_of
 from trivium.config import kind_of
 from trivium.data.shards import Shards
 from trivium.models.config import ModelConfig
@@ -32,7 +31,7 @@ def preset_of(recipe: Recipe, *layers: Mapping[str, Any]) -> str:
         return name or equal[0]
     if recipe.start:
         start = Path(recipe.start)
-        return str(records.about(run_of(start) or start).get("preset", ""))
+        return str(records.about(records.run_of(start) or start).get("preset", ""))
     name = name or DEFAULT
     return f"{name}, changed" if PRESETS[name]().family == recipe.model.family else ""
 

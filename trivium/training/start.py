@@ -17,7 +17,8 @@ from torch import Tensor
 
 from trivium import config as settings
 from trivium.checkpoints import bundle, format
-from trivium.checkpoints.format import Manifest
+from trivium.checkpoints.card import card
+from trivium.checkpoints.manifest import MANIFEST, Manifest
 from trivium.checkpoints.model_files import TOKENIZER as TOKENIZER_FILE
 from trivium.checkpoints.model_files import WEIGHTS, has_model, home_of
 from trivium.checkpoints.store import Store
@@ -165,17 +166,17 @@ def _verify(path: Path) -> Manifest | None:
 
     Both keep their weights in one file of the same name.
     """
-    if (path / format.MANIFEST).is_file():
+    if (path / MANIFEST).is_file():
         return format.verify(path)
     if _is_published(path):
         return None  # every shape was checked when it was described
-    bundle.checked_weights(path, bundle.card(path))
+    bundle.checked_weights(path, card(path))
     return None
 
 
 def _find(path: Path, *, keep: bool, say: Callable[[str], None]) -> Origin:
     """What `start` names, with the newest checkpoint of a run made definite."""
-    if (path / format.MANIFEST).is_file() or (has_model(path) and not keep):
+    if (path / MANIFEST).is_file() or (has_model(path) and not keep):
         return _described(path)
     if _is_published(path) and not keep:
         return _described(path, say)
@@ -194,7 +195,7 @@ def _silent(*_: object) -> None:
 
 def _is_published(path: Path) -> bool:
     """Whether a start is a model of another program."""
-    own = (format.MANIFEST, bundle.CARD, "config.toml")
+    own = (MANIFEST, bundle.CARD, "config.toml")
     return is_foreign(path) and not any((path / name).is_file() for name in own)
 
 
@@ -203,14 +204,14 @@ def _described(path: Path, say: Callable[[str], None] = _silent) -> Origin:
     if _is_published(path):
         found = open_foreign(path, say=say, tick=_silent, fill=False)
         return Origin(path, path, {"model": settings.dump(found.module.config)}, found.notes, found)
-    if not (path / format.MANIFEST).is_file():
-        card = bundle.card(path)
-        if "bits" in card:
+    if not (path / MANIFEST).is_file():
+        facts = card(path)
+        if "bits" in facts:
             raise ConfigError(
-                f"start: the weights of {path} have {card['bits']} bits, which cannot be trained; name the model that "
+                f"start: the weights of {path} have {facts['bits']} bits, which cannot be trained; name the model that "
                 "it was made from"
             )
-        return Origin(path, path, {"model": card["config"]}, card["notes"])
+        return Origin(path, path, {"model": facts["config"]}, facts["notes"])
     home = path.parent.parent  # RUN/checkpoints/step-N
     if not (home / "config.toml").is_file():
         raise ConfigError(f"start: {path} lies in no run; name a checkpoint where its run wrote it")

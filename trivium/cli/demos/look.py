@@ -9,14 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trivium import api
+from trivium import api, records
 from trivium.evaluation import results
 from trivium.evaluation.tasks import Outcome
 
 
 def look(model: api.Model, folder: Path, name: str, measure: Callable[[], Outcome]) -> dict[str, Any]:
     """What the results file NAME-test.json says of exactly these weights; if it says nothing yet they are measured."""
-    path = folder / results.FOLDER / f"{name}-test.json"
+    path = folder / records.RESULTS / f"{name}-test.json"
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         if told["model"]["weights"] == results.weights_digest(model.module):

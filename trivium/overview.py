@@ -1,0 +1,63 @@
+"""What a run, a checkpoint or a saved model says of itself, from its files alone and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trivium import config as settings
+from trivium import records
+from trivium.checkpoints.card import card
+from trivium.checkpoints.manifest import manifest
+from trivium.checkpoints.model_files import has_model
+from trivium.errors import CheckpointError, with_file_errors
+from trivium.files import as_path
+from trivium.models.config import ModelConfig
+from trivium.training import metrics
+from trivium.training.recipes import is_run
+
+
+@with_file_errors
+def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, Any]:
+    """What a run or a saved model says of itself, as plain values."""
+    path = as_path(folder)
+    if (home := records.run_of(path)) is not None:
+        return _checkpoint(path, home, parts)
+    if not (is_run(path) or has_model(path)):
+        raise CheckpointError(f"{path} holds neither a model nor a run; `trivium runs` lists what is here")
+    rows = metrics.rows(path / records.METRICS)
+    steps = [row["step"] for row in records.of_kind(rows, "train")]
+    facts = card(path) if has_model(path) else {}
+    table = facts.get("config") or settings.read_of(path).get("model", {})
+    config = settings.load(ModelConfig, table, parts=parts)
+    tests = records.of_kind(rows, "test")
+    return {
+        "path": str(path),
+        "state": "finished" if facts else "unfinished",
+        "family": config.family,
+        "parameters": config.parameters(),
+        "step": steps[-1] if steps else 0,
+        "best": records.best(rows),
+        "test": tests[-1] if tests else None,
+        "results": records.results_of(path),
+        "notes": facts.get("notes", {}),
+    }
+
+
+def _checkpoint(path: Path, home: Path, parts: Sequence[type[Any]]) -> dict[str, Any]:
+    """What one checkpoint of a run is, and how good it was."""
+    step = manifest(path).step
+    config = settings.load(ModelConfig, settings.read_of(home).get("model", {}), parts=parts)
+    scored = [row for row in records.of_kind(metrics.rows(home / records.METRICS), "valid") if row["step"] == step]
+    return {
+        "path": str(path),
+        "state": "checkpoint",
+        "family": config.family,
+        "parameters": config.parameters(),
+        "step": step,
+        "best": scored[-1] if scored else None,
+        "test": None,
+        "results": records.results_of(path),
+        "notes": {"run": str(home), "step": step},
+    }
