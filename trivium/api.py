@@ -101,6 +101,7 @@ def build(
         raise RequestError(f"config: {shown(config)} is neither a ModelConfig nor the name of a preset")
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise RequestError(f"seed: {shown(seed)} is not a whole number from 0 up to 2**63")
+    _require_known(memory)
     layer = settings.overrides({**(overrides or {}), **more, **({"vocab": vocab} if vocab else {})})
     base = preset(config) if isinstance(config, str) else config
     model = settings.load(ModelConfig, layer, start=base) if layer else base
@@ -110,6 +111,11 @@ def build(
         name = config if isinstance(config, str) else f"a model of {model.parameters():,} parameters"
         require_memory(model_memory(model), str(where), name)
     return build_module(model, seed=seed, device=where)
+
+
+def _require_known(memory: object) -> None:
+    if not isinstance(memory, str) or memory not in ("check", "try"):
+        raise RequestError(f"memory: {shown(memory)} is neither check nor try")
 
 
 @with_file_errors
@@ -141,6 +147,7 @@ def load(
         raise RequestError(f"average: {shown(average)} is not a number of checkpoints; 0 loads the model as it is")
     if type(bits) is not int or bits not in (0, 4, 8):
         raise RequestError(f"bits: weights can have 8 or 4 bits, not {shown(bits)}; 0 keeps them as they are")
+    _require_known(memory)
     target = choose(device)
     if target.type == "cpu" and (busy := threads.advice()):
         told(busy)

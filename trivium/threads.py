@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-SETTING, SPINS = "GOMP_SPINCOUNT", 1000  # bench/busy.py: alone it costs nothing that can be measured
+SETTING, SPINS = "GOMP_SPINCOUNT", 2000  # a process alone loses 0 to 4 %, one beside another gains much (bench/busy.py)
 _OTHER = "OMP_WAIT_POLICY"  # the user's own choice
 
 _late = False  # whether torch was loaded before anybody could decide

@@ -20,6 +20,7 @@ from trivium.checkpoints import format
 from trivium.cli.printing import quoted
 from trivium.cli.render import LiveWatcher, PlainWatcher
 from trivium.errors import file_error, final_name
+from trivium.planner import memory
 
 
 @pytest.fixture
@@ -140,3 +141,16 @@ def test_examples_of_an_evaluation_are_printed_without_lists(capsys: pytest.Capt
     example = {"source": "a dog", "translation": "ein Hund", "references": ["ein Hund", "der Hund"], "right": True}
     _print({"name": "x", "split": "valid", "scores": {}, "signatures": {}, "examples": [example], "looks": 1})
     assert "references: ein Hund | der Hund; right: yes" in capsys.readouterr().out
+
+
+def test_a_model_larger_than_the_memory_is_loaded_only_if_asked_to_try(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.Model(tiny.model("llama-mini", tiny.BYTES, spread=0.5), tiny.BYTES, {}).save("own")
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1)
+    generate = ("generate", "own", "a", "--tokens", "1", "--device", "cpu")
+    assert call(*generate, "--memory", "try").code == 0
+    refused = call(*generate)
+    assert refused.code == 2
+    assert "are free on cpu; choose a smaller one, or let it try" in refused.err
+    assert call(*generate, "--memory", "all").err == "error: --memory: 'all' is neither check nor try\n"

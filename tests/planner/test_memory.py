@@ -90,7 +90,8 @@ def test_what_is_larger_than_the_free_memory_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, "free_memory", lambda device: 10**9)
     require_memory(10**9, "cpu", "it")
     with pytest.raises(
-        RequestError, match=r'^it needs 1.0 GB for its weights, and 1.0 GB are free on cpu; .*memory="try"$'
+        RequestError,
+        match=r'^it needs 1.0 GB for its weights, and 1.0 GB are free on cpu; .*memory="try", --memory try\)$',
     ):
         require_memory(10**9 + 1, "cpu", "it")
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)  # a system that does not say

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trivium.cli.printing import Json, cell, print_json
-from trivium.cli.use import Average, Device, ModelPath, _progress
+from trivium.cli.use import Average, Device, Fit, ModelPath, _progress, fit
 from trivium.errors import RequestError, shown
 
 if TYPE_CHECKING:  # what an evaluation needs is imported when one is made
+    from trivium.api import Model
     from trivium.evaluation.tasks import Settings
 
 _SHOWN = 5  # examples on the screen; the results file has all
@@ -40,12 +41,14 @@ def evaluate(
     sentences: Annotated[int, typer.Option(help="How many sentences of masked-words.")] = 5000,
     average: Average = 0,
     device: Device = "auto",
+    memory: Fit = "check",
     as_json: Json = False,
 ) -> None:
     """Score a model on a corpus; the result is also written to results/ in the model's folder (of a file: beside it).
 
     Example: trivium eval runs/ptb ptb --data-dir data --stride 32
     """
+    from trivium import api
     from trivium.evaluation import results, tasks
 
     if precision not in ("fp32", "bf16"):
@@ -60,7 +63,8 @@ def evaluate(
     )
     tasks.named(name)  # before a large model is loaded
     folder = results.place(model)
-    told = _evaluated(model, name, data_dir, split, settings, average, device)
+    m = api.load(model, device=device, average=average, memory=fit(memory))
+    told = _evaluated(m, model, name, data_dir, split, settings)
     if as_json:
         print_json({key: value for key, value in told.items() if key != "examples"})
         return
@@ -69,13 +73,11 @@ def evaluate(
 
 
 def _evaluated(
-    model: Path, name: str, data_dir: Path | None, split: str, settings: Settings, average: int, device: str
+    m: Model, model: Path, name: str, data_dir: Path | None, split: str, settings: Settings
 ) -> dict[str, Any]:
     """The results file of one evaluation, which is written now."""
-    from trivium import api
     from trivium.evaluation import results, tasks
 
-    m = api.load(model, device=device, average=average)
     began = time.monotonic()
     outcome = tasks.evaluate(
         m.module,

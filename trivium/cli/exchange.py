@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from trivium.cli.render import watcher
-from trivium.cli.use import ModelPath
+from trivium.cli.use import Fit, ModelPath, fit
 from trivium.errors import RequestError, shown
 from trivium.files import exists_already
 
@@ -22,6 +22,7 @@ def bring(
         Path | None, typer.Argument(help="The folder to save it in, in trivium's own form; models/NAME if left out.")
     ] = None,
     bits: Annotated[int, typer.Option(help="Quantise the weights to 8 or 4 bits; 0 keeps them.")] = 0,
+    memory: Fit = "check",
 ) -> None:
     """Take over a published checkpoint: model.safetensors, model.json and tokenizer.json in one folder.
 
@@ -36,7 +37,7 @@ def bring(
     if not is_vacant(out):
         raise RequestError(exists_already(out))
     with watcher() as watch:
-        m = api.load(source, device="cpu", bits=bits, say=watch.say, tick=watch.tick)
+        m = api.load(source, device="cpu", bits=bits, memory=fit(memory), say=watch.say, tick=watch.tick)
     if isinstance(m.tokenizer, MissingTokenizer):
         raise RequestError(
             f"{source} has no tokenizer that can be used, and a model is saved with one; put its tokenizer.json there"
@@ -55,6 +56,7 @@ def export(
         typer.Option(help="The text to compare bits per byte on; without it the run's own for validation."),
     ] = None,
     average: Annotated[int, typer.Option(help="Use the mean of the run's newest K checkpoints.", metavar="K")] = 0,
+    memory: Fit = "check",
 ) -> None:
     """Write a model for other programs; it is read back and its logits compared before the command says done.
 
@@ -65,7 +67,7 @@ def export(
     if kind not in KINDS:
         raise RequestError(f"export: {shown(kind)} is none of {', '.join(KINDS)}")
     with watcher() as watch:
-        m = api.load(model, device="cpu", average=average, say=watch.say, tick=watch.tick)
+        m = api.load(model, device="cpu", average=average, memory=fit(memory), say=watch.say, tick=watch.tick)
         if kind == "trivium":
             _smaller(m, model, out, bits, text)
             return

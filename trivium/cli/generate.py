@@ -13,7 +13,7 @@ import typer
 
 from trivium.cli.printing import Json, is_piped, print_json, standard_input
 from trivium.cli.render import watcher
-from trivium.cli.use import Average, Device, ModelPath
+from trivium.cli.use import Average, Device, Fit, ModelPath, fit
 
 if TYPE_CHECKING:
     from trivium.api import Model
@@ -43,6 +43,7 @@ def generate(
     slide: Annotated[bool, typer.Option("--slide", help="Go on past the context by forgetting the beginning.")] = False,
     average: Average = 0,
     device: Device = "auto",
+    memory: Fit = "check",
     as_json: Json = False,
 ) -> None:
     """Continue a prompt; the text appears as it is written. An encoder-decoder reads it as a source instead.
@@ -53,7 +54,7 @@ def generate(
     from trivium import api
 
     given = _prompts(prompts or [])
-    m = api.load(model, device=device, average=average)
+    m = api.load(model, device=device, average=average, memory=fit(memory))
     options: dict[str, Any] = {
         "tokens": tokens,
         "temperature": temperature,
@@ -162,6 +163,7 @@ def chat(
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.9,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
     device: Device = "auto",
+    memory: Fit = "check",
 ) -> None:
     """Talk to a model that was trained for conversations, such as SmolLM2-Instruct.
 
@@ -172,7 +174,7 @@ def chat(
     from trivium.generation.chat import chat_of
 
     with watcher() as watch:
-        m = api.load(model, device=device, say=watch.say, tick=watch.tick)
+        m = api.load(model, device=device, memory=fit(memory), say=watch.say, tick=watch.tick)
     chat_of(m.tokenizer, m.notes)  # a model without a template is refused before anybody types
     messages = [{"role": "system", "content": system}] if system else []
     terminal = not is_piped()

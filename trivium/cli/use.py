@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -21,7 +21,15 @@ ModelPath = Annotated[
 ]
 Texts = Annotated[list[str] | None, typer.Argument(help="The texts; without any (or with -), lines of a pipe.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Fit = Annotated[str, typer.Option(help="check, or try: load a model though it is larger than the memory that is free.")]
 Average = Annotated[int, typer.Option(help="Use the mean of the run's newest K checkpoints.", metavar="K")]
+
+
+def fit(memory: str) -> Literal["check", "try"]:
+    """What `--memory` says."""
+    if memory not in ("check", "try"):
+        raise RequestError(f"--memory: {shown(memory)} is neither check nor try")
+    return "try" if memory == "try" else "check"
 
 
 def fill(
@@ -30,6 +38,7 @@ def fill(
     top: Annotated[int, typer.Option(help="How many candidates for each gap.")] = 5,
     average: Average = 0,
     device: Device = "auto",
+    memory: Fit = "check",
     as_json: Json = False,
 ) -> None:
     """Guess what stands behind each [MASK] of a text, with an encoder such as BERT.
@@ -39,7 +48,7 @@ def fill(
     from trivium import api
 
     given = _given(texts)
-    found = api.load(model, device=device, average=average).fill(given, top=top)
+    found = api.load(model, device=device, average=average, memory=fit(memory)).fill(given, top=top)
     # one gap gives its candidates, several a list for each
     masks = [each if isinstance(each[0], list) else [each] for each in found]
     if as_json:
@@ -70,6 +79,7 @@ def translate(
     ] = None,
     average: Average = 0,
     device: Device = "auto",
+    memory: Fit = "check",
     as_json: Json = False,
 ) -> None:
     """Translate texts with an encoder-decoder, by beam search; one line out for each line in.
@@ -79,8 +89,8 @@ def translate(
     from trivium import api
 
     given = _given(texts)
-    m = api.load(model, device=device, average=average)
-    others = [api.load(path, device=device, average=average) for path in ensemble or []]
+    m = api.load(model, device=device, average=average, memory=fit(memory))
+    others = [api.load(path, device=device, average=average, memory=fit(memory)) for path in ensemble or []]
     found: list[list[Any]] = []
 
     def show(best: list[Any]) -> None:
@@ -119,6 +129,7 @@ def embed(
     near: Annotated[str, typer.Option(help="Rank the texts by their cosine with this one instead.")] = "",
     average: Average = 0,
     device: Device = "auto",
+    memory: Fit = "check",
     as_json: Json = False,
 ) -> None:
     """Turn each text into a vector: one line of numbers per text.
@@ -128,7 +139,7 @@ def embed(
     from trivium import api
 
     given = _given(texts)
-    m = api.load(model, device=device, average=average)
+    m = api.load(model, device=device, average=average, memory=fit(memory))
     if near:
         found = m.neighbours(near, among=given, top=len(given))
         if as_json:

@@ -14,11 +14,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
 from trivium.errors import CheckpointError, RequestError, pip_install
 from trivium.files import exists_already, remove, sync_file, sync_folder, temporary, write_synced
@@ -32,6 +31,9 @@ from trivium.parts.options.output import NoOutput
 from trivium.parts.sentence import PooledSentence
 from trivium.text.published import write_tokenizer
 from trivium.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # importing it takes a while
+    from torch.export import ExportedProgram
 
 MODEL, TOKENIZER, README = "model.onnx", "tokenizer.json", "README.md"
 OPSET = 20  # LayerNormalization and Gelu are one node each; onnxruntime reads it since 1.17

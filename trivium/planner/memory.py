@@ -99,7 +99,7 @@ def require_memory(needed: int, device: str, what: str) -> None:
     if free and needed > free:
         raise RequestError(
             f"{what} needs {gigabytes(needed)} for its weights, and {gigabytes(free)} are free on {device}; "
-            'choose a smaller one, or pass memory="try"'
+            'choose a smaller one, or let it try (memory="try", --memory try)'
         )
 
 
