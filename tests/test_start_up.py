@@ -68,6 +68,15 @@ def test_importing_the_package_imports_neither_torch_nor_its_compiler(tmp_path: 
     assert found.stdout.split() == ["False", "False"], found.stderr
 
 
+def test_building_a_model_does_not_import_the_compiler(tmp_path: Path) -> None:
+    code = (
+        "import sys, trivium as tv; tv.build('gpt-mini', width=32); tv.build('t5-mini', device='meta'); "
+        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == "[]", found.stderr
+
+
 def _fastest(command: list[str], folder: Path, times: int) -> float:
     lengths = []
     for _ in range(times):

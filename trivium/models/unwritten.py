@@ -59,6 +59,11 @@ def tracked() -> Iterator[Unwritten]:
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch need not import its compiler, which takes seconds, to keep out of its way."""
+        return False
+
     def __init__(self, unwritten: Unwritten) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unwritten = unwritten

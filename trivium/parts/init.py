@@ -130,10 +130,19 @@ def _fill(model: nn.Module, generator: torch.Generator, *, table: Callable[[str]
             for name, kind in getattr(module, "tables", {}).items():
                 weight = getattr(module, name)
                 if weight is not None and id(weight) not in done:
-                    weight.normal_(0, table(kind), generator=generator)
+                    if not _has_no_values(weight):
+                        weight.normal_(0, table(kind), generator=generator)
                     done.add(id(weight))
             if isinstance(module, Linear):
-                if id(module.weight) not in done:
+                if id(module.weight) not in done and not _has_no_values(module.weight):
                     matrix(module, generator)
                 if module.bias is not None:
                     module.bias.zero_()
+
+
+def _has_no_values(weight: Tensor) -> bool:
+    """Whether it is on the meta device, then counted as filled: to draw nothing torch would import its compiler."""
+    if weight.device.type != "meta":
+        return False
+    weight.zero_()
+    return True
