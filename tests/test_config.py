@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+import time
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from trivium.config import (
     write,
 )
 from trivium.errors import ConfigError
+from trivium.records import parse_toml
+from trivium.training.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,3 +222,33 @@ def test_any_layer_gives_a_configuration_or_a_sentence(junk: Any) -> None:
         else:
             found = ("none",)
         assert found
+
+
+QUOTES = 3 * chr(34)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "paths = [" + ", ".join(f'"{name}.txt"' for name in range(200)) + "]",
+        "# " + "." * 500,
+        f"text = {QUOTES}\n" + ".a" * 300 + f"\n{QUOTES}",
+        'name = "' + "a." * 300 + '"',
+        ".".join("a" * 90) + " = 1",
+    ],
+)
+def test_dots_outside_keys_are_no_parts(text: str) -> None:
+    parse_toml(text)
+
+
+@pytest.mark.parametrize("text", [".".join("a" * 20_000) + " = 1", "x = {" + " . ".join("a" * 20_000) + " = 1}"])
+def test_a_key_of_many_parts_is_refused_at_once(text: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="a key of more than 100 parts"):
+        parse_toml(text)
+    assert time.monotonic() - began < 1
+
+
+def test_overrides_that_are_no_mapping_of_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="1: is not a setting"):
+        load(Recipe, {"model": {1: 2}})

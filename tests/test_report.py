@@ -217,3 +217,11 @@ def test_a_damaged_file_never_costs_the_page(tmp_path: Path, name: str, damage: 
     (folder / name).unlink()
     DAMAGE[damage](folder / name)
     assert report.page(folder).endswith("</html>\n")
+
+
+def test_numbers_beyond_measure_cost_no_page(tmp_path: Path) -> None:
+    rows = [*falling(5), {"kind": "train", "step": 6, "loss": 9e299, "seconds": 10**400}]
+    folder = make(tmp_path, rows)
+    (folder / "results").mkdir(exist_ok=True)
+    (folder / "results" / "a.json").write_text(json.dumps({"name": "a", "metric": "b", "looks": 1, "score": 10**400}))
+    assert "5 steps" in report.page(folder)

@@ -102,6 +102,8 @@ def build(
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise RequestError(f"seed: {shown(seed)} is not a whole number from 0 up to 2**63")
     _require_known(memory)
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise RequestError(f'overrides: expects a mapping such as {{"decoder.layers": 2}}, not {shown(overrides)}')
     layer = settings.overrides({**(overrides or {}), **more, **({"vocab": vocab} if vocab else {})})
     base = preset(config) if isinstance(config, str) else config
     model = settings.load(ModelConfig, layer, start=base) if layer else base
@@ -167,7 +169,7 @@ def load(
     elif has_model(folder) and not average:
         found = bundle.open_bundle(folder, parts=parts, lay=first, tick=tick)
     elif is_run(folder):
-        found = _from_checkpoints(folder, average, parts, first)
+        found = _from_checkpoints(folder, average, parts, first, told)
     elif average:
         raise CheckpointError(f"{folder} is not a run: it has no checkpoints to average; load it without average")
     elif folder.is_file() or (folder / "config.json").exists():
@@ -187,14 +189,14 @@ def load(
     return Model(module, tokenizer, notes)
 
 
-def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]], lay: Lay) -> bundle.Bundle:
+def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]], lay: Lay, say: Say) -> bundle.Bundle:
     store = Store(folder / "checkpoints")
-    newest = store.newest(say=printed)
+    newest = store.newest(say=say)
     if newest is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; go on with `trivium train {folder}`")
     if not average:
         return _from_checkpoint(folder, newest.path, parts, lay)
-    tensors, steps = bundle.mean_weights(store, average, say=printed)
+    tensors, steps = bundle.mean_weights(store, average, say=say)
     return _in_run(folder, tensors, {"step": newest.step, "average": steps}, parts, lay)
 
 

@@ -22,15 +22,14 @@ from typing import Any, Literal, TypeVar
 from trivium.errors import ConfigError, shown
 from trivium.files import read_inside, read_regular
 from trivium.layers import latest, only_path
+from trivium.records import TOML_BYTES, parse_toml
 from trivium.suggest import Unknown, nearest, setting
 
 T = TypeVar("T")
 Layer = Mapping[str, Any]
 
-_LARGEST = 4 << 20  # bytes of a TOML file
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1  # whole numbers, as in TOML
 _KEY = 80  # characters of a key in a sentence
-_PARTS = 100  # of a dotted key
 _HINTED = 100  # problems for which the nearest name is looked for
 
 
@@ -69,30 +68,24 @@ class Text(str):
 
 def read(path: Path) -> dict[str, Any]:
     """The table in a TOML file of at most 4 MiB that a user named."""
-    return _read(path, lambda: read_regular(path, _LARGEST))
+    return _read(path, lambda: read_regular(path, TOML_BYTES))
 
 
 def read_of(folder: Path, name: str = "config.toml") -> dict[str, Any]:
     """The same of a file in a run's folder, which must not be a link that leads out of it."""
-    return _read(folder / name, lambda: read_inside(folder, name, _LARGEST))
+    return _read(folder / name, lambda: read_inside(folder, name, TOML_BYTES))
 
 
 def _read(path: Path, content: Callable[[], bytes]) -> dict[str, Any]:
     try:
-        text = content().decode()
-        # the parser takes a time that grows with the square of the parts of one key
-        if any(line.partition("=")[0].count(".") > _PARTS for line in text.split("\n")):
-            raise ConfigError(f"{path} is not a recipe: it has a key of more than {_PARTS} parts")
-        return tomllib.loads(text)
+        return parse_toml(content().decode())
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; name a TOML file, a recipe or a run's folder") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; name a TOML file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is not a recipe: its tables or lists are nested too deep") from None
-    except ValueError as error:  # a TOMLDecodeError, or an integer of more than 4,300 digits
+    except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; name a TOML file") from None
@@ -260,7 +253,7 @@ class _Loader:
         hints, fields = _hints(cls), {field.name: field for field in dataclasses.fields(cls)}
         for name, value in {name: layer[name] for layer in layers for name in layer if name not in fields}.items():
             kinds = {kind: _names(one) for kind, one in self.kinds.get(key, {}).items()}
-            self.unknown.append(Unknown(_cut(key), _cut(name), only_path(value), list(fields), kinds))
+            self.unknown.append(Unknown(_cut(key), _cut(str(name)), only_path(value), list(fields), kinds))
         values: dict[str, Any] = {}
         for name, field in fields.items():
             given = [layer[name] for layer in layers if name in layer]
@@ -320,14 +313,15 @@ def _convert(hint: Any, value: Any) -> Any:
         if not _LOWEST <= value <= _HIGHEST:
             raise ValueError(f"{_show(value)} is {'more' if value > 0 else 'less'} than 64 bits hold")
         return value
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and _finite(value):
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and finite(value):
         return float(value)
     if hint is str and isinstance(value, str | Path):
         return _unicode(_unquote(value) if isinstance(value, Text) else str(value))
     raise ValueError(f"expects {_NAMES.get(hint, hint)}, not {_show(value)}")
 
 
-def _finite(value: float) -> bool:
+def finite(value: float) -> bool:
+    """Whether it is a number that a float can be."""
     try:
         return math.isfinite(value)
     except OverflowError:  # a whole number beyond every float

@@ -147,7 +147,8 @@ def file_error(error: OSError, where: object = "") -> FileError:
 
 def final_name(path: str) -> str:
     """A path as the user knows it: what is being prepared by the name that it is going to have."""
-    return re.sub(r"(?:^|(?<=/))\.tmp-([^/]+)-\d+(?=/|$)", r"\1", path).replace("/.new-model/", "/")
+    shown = re.sub(r"(?:^|(?<=/))\.tmp-([^/]+)-\d+(?=/|$)", r"\1", path)
+    return re.sub(r"/(?:\.new-model|\.model-lock|\.lock)(?=/|$)", "", shown)
 
 
 def with_file_errors(function: Callable[P, R]) -> Callable[P, R]:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,8 @@ from types import TracebackType
 from trivium.errors import BusyError, RequestError, shown
 
 LOCK = ".lock"
-_TEMPORARY = re.compile(r"\.tmp-.+-\d+", re.DOTALL)
+# not what a save prepares inside a model: that has a lock of its own (checkpoints/model_files.py)
+_TEMPORARY = re.compile(r"\.tmp-(?!\.new-model-)(.+)-(\d+)", re.DOTALL)
 _AGAIN = 0.05  # seconds for which a lock that is held is tried once more: `is_held` takes it for a moment
 _NOT_REGULAR = "it is not a regular file"
 
@@ -29,7 +31,7 @@ def as_path(value: str | os.PathLike[str]) -> Path:
     """The path that a caller gave; a RequestError if it is none."""
     try:
         path = Path(value)
-        if b"\0" not in os.fsencode(path):
+        if b"\0" not in os.fsencode(path) and os.fspath(value):
             return path
     except (TypeError, UnicodeEncodeError):
         pass
@@ -50,6 +52,12 @@ def naming(path: Path) -> Iterator[None]:
 def temporary(path: Path) -> Path:
     """The hidden name beside `path` under which this process prepares or retires it."""
     return path.parent / f".tmp-{path.name}-{os.getpid()}"
+
+
+def json_line(value: object, indent: int | None = None) -> bytes:
+    """A value as JSON in UTF-8 with a line end; half a surrogate pair, as a stranger's text may have, is an escape."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return (text + "\n").encode(errors="backslashreplace")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -168,6 +176,12 @@ def remove_leftovers(folder: Path) -> None:
 def is_leftover(path: Path) -> bool:
     """Whether it has a name under which something is prepared or retired."""
     return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def prepared_by(path: Path) -> tuple[str, int] | None:
+    """What is prepared or retired under this name, and the number of the process; None if nothing is."""
+    found = _TEMPORARY.fullmatch(path.name)
+    return None if found is None else (found[1], int(found[2][:18]))
 
 
 def remove(path: Path) -> None:

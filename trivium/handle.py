@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.checkpoints import bundle
+from trivium.checkpoints.model_files import has_model
 from trivium.errors import RequestError, shown, with_file_errors
 from trivium.evaluation.likelihood import Score, score_text
-from trivium.files import as_path
+from trivium.files import as_path, exists_already
 from trivium.generation import chat as conversation
 from trivium.generation import embed as vectors
 from trivium.generation.beam import Beam
@@ -372,6 +373,8 @@ class Model:
         path = as_path(folder)
         if path.exists() and not path.is_dir():
             raise RequestError(f"{path} is a file; name a folder to save the model in")
+        if (path / "config.json").exists() and not has_model(path):  # a model of another program
+            raise RequestError(exists_already(path))
         bundle.save(path, self.config, weights(self.module), self.tokenizer, self.notes)
         return path
 

@@ -11,7 +11,7 @@ from trivium import records
 from trivium.checkpoints.card import card
 from trivium.checkpoints.manifest import manifest
 from trivium.checkpoints.model_files import has_model
-from trivium.errors import CheckpointError, with_file_errors
+from trivium.errors import CheckpointError, ConfigError, with_file_errors
 from trivium.files import as_path
 from trivium.models.config import ModelConfig
 from trivium.training import metrics
@@ -30,7 +30,7 @@ def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, An
     steps = [row["step"] for row in records.of_kind(rows, "train")]
     facts = card(path) if has_model(path) else {}
     table = facts.get("config") or settings.read_of(path).get("model", {})
-    config = settings.load(ModelConfig, table, parts=parts)
+    config = _config(path, table, parts)
     tests = records.of_kind(rows, "test")
     return {
         "path": str(path),
@@ -48,7 +48,7 @@ def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, An
 def _checkpoint(path: Path, home: Path, parts: Sequence[type[Any]]) -> dict[str, Any]:
     """What one checkpoint of a run is, and how good it was."""
     step = manifest(path).step
-    config = settings.load(ModelConfig, settings.read_of(home).get("model", {}), parts=parts)
+    config = _config(path, settings.read_of(home).get("model", {}), parts)
     scored = [row for row in records.of_kind(metrics.rows(home / records.METRICS), "valid") if row["step"] == step]
     return {
         "path": str(path),
@@ -61,3 +61,10 @@ def _checkpoint(path: Path, home: Path, parts: Sequence[type[Any]]) -> dict[str,
         "results": records.results_of(path),
         "notes": {"run": str(home), "step": step},
     }
+
+
+def _config(path: Path, table: Any, parts: Sequence[type[Any]]) -> ModelConfig:
+    try:
+        return settings.load(ModelConfig, table, parts=parts)
+    except ConfigError as error:
+        raise CheckpointError(f"{path} cannot be shown: {error.sentence}") from None

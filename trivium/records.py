@@ -7,17 +7,27 @@ a `Broken` that says in a few words which file is wrong and how.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trivium.files import read_inside
 
 ABOUT, CARD, CONFIG, METRICS, SAMPLES = "about.json", "model.json", "config.toml", "metrics.jsonl", "samples.jsonl"
 RESULTS, MANIFEST = "results", "manifest.json"
 _MOST = 2**63
-_HUGE = 1e300  # no number that was measured; a whole number in JSON may be beyond every float
+TOML_BYTES = 4 << 20  # the most that is read of a TOML file
+_QUOTED = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|'
+    r"'''.*?'''|"
+    r'"(?:[^"\\\n]|\\.)*"|'
+    r"'[^'\n]*'|#[^\n]*",
+    re.DOTALL,
+)  # texts and comments
+_LONG_KEY = re.compile(r"[\w-]+(?:[ \t]*\.[ \t]*[\w-]+){100}")
+_HUGE = 1e30  # no number that was measured; a whole number in JSON may be beyond every float
 _LARGEST = 1 << 30  # bytes of a file
 Row = dict[str, Any]
 
@@ -28,12 +38,12 @@ class Broken(Exception):
 
 def rows(path: Path) -> list[Row]:
     """The rows of a file of JSON lines; what is no row is left out, as a last line torn by a crash."""
-    return list(_parsed(_bytes(path).split(b"\n")))  # not splitlines: a text may hold a line separator of its own
+    return rows_in(_bytes(path))
 
 
 def rows_in(content: bytes) -> list[Row]:
     """The rows of JSON lines in memory."""
-    return list(_parsed(content.split(b"\n")))
+    return list(_parsed(content.split(b"\n")))  # not splitlines: a text may hold a line separator of its own
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[Row]:
@@ -60,9 +70,26 @@ def table(path: Path) -> Row:
 def settings(run: Path) -> Row:
     """The tables of a run's config.toml."""
     try:
-        return tomllib.loads(_bytes(run / CONFIG).decode())
-    except (ValueError, RecursionError):
+        return parse_toml(_bytes(run / CONFIG, TOML_BYTES).decode())
+    except ValueError:
         raise Broken(f"{CONFIG} is not TOML") from None
+
+
+def parse_toml(text: str) -> Row:
+    """The tables of a TOML text; a ValueError says in a few words what is wrong with it.
+
+    Keys have at most 100 parts: the parser takes a time that grows with the square of their number.
+    """
+    if _LONG_KEY.search(_QUOTED.sub(lambda found: "" if found[0].startswith("#") else "q", text)):
+        raise ValueError("it has a key of more than 100 parts")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("its tables or lists are nested too deep") from None
+    except ValueError:
+        raise ValueError("it has a number of more than 4,300 digits") from None
 
 
 def about(run: Path) -> Row:
@@ -84,7 +111,9 @@ def results(folder: Path) -> list[Row]:
             content, sound = {}, False
         if not (sound and isinstance(content.get("looks"), int)):
             content = {"name": path.stem, "split": "", "metric": "damaged", "score": None}
-        found.append({key: value for key, value in content.items() if key != "examples"})
+        score = content.get("score") if _is_number(content, "score") else None
+        plain = {"score": score, "split": str(content.get("split", ""))}
+        found.append({key: value for key, value in content.items() if key != "examples"} | plain)
     return found
 
 
@@ -117,20 +146,25 @@ def best(found: Iterable[Row]) -> Row | None:
     return min(of_kind(found, "valid"), key=lambda row: float(row["loss"]), default=None)
 
 
-def score(row: Row | None, evaluations: Iterable[Row] = ()) -> tuple[float, str] | None:
+def score(row: object, evaluations: Iterable[Row] = ()) -> tuple[float, str] | None:
     """How good a model is, and in which unit: BLEU if it was measured, else the validation of `row`."""
     for found in evaluations:
         if found.get("metric") == "bleu" and _is_number(found, "score"):
             return float(found["score"]), "BLEU"
-    if row is None:
+    if not isinstance(row, dict):
         return None
-    if _is_number(row, "bits_per_byte"):
-        return float(row["bits_per_byte"]), "bits/byte"
-    return float(row["loss"]), "nats"
+    for name, unit in (("bits_per_byte", "bits/byte"), ("loss", "nats")):
+        if _is_number(row, name):
+            return float(row[name]), unit
+    return None
 
 
 def _is_number(row: Row, key: str) -> bool:
-    value = row.get(key)
+    return is_number(row.get(key))
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number that somebody may have measured."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE
 
 
@@ -139,10 +173,10 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: Path, most: int = _LARGEST) -> bytes:
     """The content of a regular file in its folder; of a pipe or a device nothing is waited for."""
     try:
-        return read_inside(path.parent, path.name, _LARGEST)
+        return read_inside(path.parent, path.name, most)
     except FileNotFoundError:
         raise Broken(f"{path.name} is missing") from None
     except OSError as error:

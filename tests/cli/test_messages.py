@@ -153,4 +153,4 @@ def test_a_model_larger_than_the_memory_is_loaded_only_if_asked_to_try(
     refused = call(*generate)
     assert refused.code == 2
     assert "are free on cpu; choose a smaller one, or let it try" in refused.err
-    assert call(*generate, "--memory", "all").err == "error: --memory: 'all' is neither check nor try\n"
+    assert call(*generate, "--memory", "all").err == "error: memory: 'all' is neither check nor try\n"

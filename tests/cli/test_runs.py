@@ -221,6 +221,47 @@ def test_elsewhere_only_what_looks_like_a_run_is_removed(tmp_path: Path) -> None
     assert (foreign.exists(), file.exists(), own.exists()) == (True, True, False)
 
 
+def test_a_folder_that_only_has_a_config_is_nobodys_run(tmp_path: Path) -> None:
+    """Other programs have a config.toml too, and files of such names."""
+    site = tmp_path / "site"
+    (site / ".tmp-cache-1").mkdir(parents=True)
+    for name in ("config.toml", ".tmp-cache-1/precious", ".tmp-notes-2024"):
+        (site / name).touch()
+    sweep(tmp_path)
+    assert sorted(path.name for path in site.rglob("*")) == [
+        ".tmp-cache-1",
+        ".tmp-notes-2024",
+        "config.toml",
+        "precious",
+    ]
+
+
+def test_a_save_into_a_run_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    (run / "checkpoints").mkdir(parents=True)
+    staged = run / f".tmp-.new-model-{_dead()}"
+    staged.mkdir()
+    sweep(run.parent)
+    assert staged.exists()  # the next save removes it, under the lock of savers
+
+
+def test_a_run_whose_replacement_was_killed_comes_back(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    old, new = (runs / f".tmp-{name}-{_dead()}" for name in ("x.replaced", "x"))
+    for folder, mark in ((old, "old"), (new, "new")):
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text(mark)
+    sweep(runs)
+    assert [path.name for path in runs.iterdir()] == ["x"]
+    assert (runs / "x" / "config.toml").read_text() == "old"
+
+
+def test_the_number_of_no_process_is_that_of_a_dead_one(tmp_path: Path) -> None:
+    (left := tmp_path / "runs" / f".tmp-a-{10**20}").mkdir(parents=True)
+    sweep(left.parent)
+    assert not left.exists()
+
+
 def test_train_removes_what_another_run_left(call: Call) -> None:
     Path("play.txt").write_text("To be, or not to be, that is the question.\n" * 60)
     Path("tiny.toml").write_text(RECIPE)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.evaluation import corpora
 from tests.generation import tiny
 from trivium import api, records
 from trivium.cli.render import PlainWatcher
+from trivium.errors import RequestError
 
 MODULE = tiny.model("llama-mini", tiny.BYTES, spread=0.5)
 
@@ -94,3 +96,45 @@ def test_megabytes_are_said_only_of_bytes(of: int, last: str) -> None:
 def test_help_says_what_a_model_may_be(invoke: Call, verb: str) -> None:
     shown = " ".join(invoke(verb, "--help").out.replace("│", " ").split())
     assert "A run, a saved model, a Hugging Face folder or a .gguf file." in shown
+
+
+DEEP: Any = []
+for _ in range(600):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [{"valid": "x"}, {"valid": {"loss": "x"}}, {"deep": DEEP}, {"a\ud800": "b\udfff"}, {"\x1b[2J": "\x1b[2J"}],
+    ids=["text", "no number", "deep", "half a pair", "escapes"],
+)
+def test_notes_of_a_stranger_are_shown_as_plain_text(invoke: Call, home: Path, notes: dict[str, Any]) -> None:
+    model = api.Model(tiny.model("llama-mini", tiny.BYTES, spread=0.5), tiny.BYTES, notes)
+    model.save(home / "own")
+    outcome = invoke("show", home / "own")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.replace("\n", "").isprintable()
+    assert api.load(home / "own", device="cpu").notes == notes
+
+
+def test_results_and_metrics_of_a_stranger_are_shown(invoke: Call, home: Path) -> None:
+    folder = home / "own"
+    api.Model(tiny.model("llama-mini", tiny.BYTES, spread=0.5), tiny.BYTES, {}).save(folder)
+    (folder / "config.toml").touch()
+    (folder / "metrics.jsonl").write_text('{"kind": "valid", "step": 1, "loss": 2.0, "bits_per_byte": "x"}\n')
+    (folder / "results").mkdir()
+    (folder / "results" / "a.json").write_text(json.dumps({"name": "a", "metric": "b", "looks": 1, "score": 10**400}))
+    outcome = invoke("show", folder)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "2.0000 nats" in outcome.out
+
+
+def test_a_published_model_is_not_saved_over(home: Path) -> None:
+    m = api.Model(tiny.model("llama-mini", tiny.BYTES, spread=0.5), tiny.BYTES, {})
+    m.export("hf", home / "made")
+    before = (home / "made" / "model.safetensors").read_bytes()
+    with pytest.raises(RequestError, match="already exists and is not replaced"):
+        api.load(home / "made", device="cpu").save(home / "made")
+    assert (home / "made" / "model.safetensors").read_bytes() == before
+    with pytest.raises(RequestError, match="'' is not a path"):
+        m.save("")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from trivium.checkpoints.model_files import WEIGHTS as WEIGHTS
 from trivium.checkpoints.model_files import home_of, identity, replace_model
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError, DataError
-from trivium.files import regular_inside, sha256, write_synced
+from trivium.files import json_line, regular_inside, sha256, write_synced
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import Lay, Shaped, Transformer, check_weights, empty, shapes_of, weights
 from trivium.parts.quantized import (
@@ -73,7 +72,7 @@ def save(
             "tokenizer": digest,
             "notes": dict(notes),
         }
-        write_synced(staged / CARD, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
+        write_synced(staged / CARD, json_line(facts, indent=2))
 
     replace_model(folder, write)
 

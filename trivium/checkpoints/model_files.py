@@ -64,6 +64,8 @@ def replace_model(folder: Path, write: Callable[[Path], None]) -> None:
         with Lock(folder, _LOCK, wait=_WAIT, remove=True):
             _finish(folder)
             _commit(folder, write)
+        for parent in made:
+            sync_folder(parent.parent)
     except BaseException:
         for parent in made:
             with contextlib.suppress(OSError):
@@ -80,12 +82,14 @@ def _commit(folder: Path, write: Callable[[Path], None]) -> None:
         sync_folder(staged)
         os.rename(staged, committed)
         sync_folder(folder)
-        _move(folder)
+        os.replace(committed / WEIGHTS, folder / WEIGHTS)
     except BaseException:
         if (committed / WEIGHTS).exists():  # no file has moved yet: back to the old model
             os.rename(committed, staged)
         remove(staged)
         raise
+    with contextlib.suppress(OSError):  # it is saved: readers find the files in both places, the next save moves them
+        _move(folder)
 
 
 def _move(folder: Path) -> None:

@@ -33,7 +33,7 @@ def bring(
     from trivium.checkpoints.model_files import is_vacant
     from trivium.text.missing import MissingTokenizer
 
-    out = out or Path("models") / source.resolve().stem
+    out = out or Path("models") / (source.resolve().name if source.is_dir() else source.resolve().stem)
     if not is_vacant(out):
         raise RequestError(exists_already(out))
     with watcher() as watch:

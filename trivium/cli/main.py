@@ -12,7 +12,7 @@ import typer
 from trivium.cli import evaluate, exchange, generate, runs, use
 from trivium.cli.printing import Json, bits, cell, print_json, print_table
 from trivium.cli.text import data_app, tokenizer_app
-from trivium.errors import ConfigError, FileError, Interrupted, TriviumError, file_error
+from trivium.errors import ConfigError, FileError, Interrupted, TriviumError, file_error, printable
 
 app = typer.Typer(
     name="trivium",
@@ -31,6 +31,7 @@ DataDir = Annotated[
     Path | None, typer.Option(help="Where the recipe's data lies, if not in the current folder.", metavar="FOLDER")
 ]
 RUNS = Path("runs")
+_DEEPEST = 4  # tables inside each other
 _WIDEST = 80  # characters of a note
 
 
@@ -168,39 +169,40 @@ def show(model: use.ModelPath, as_json: Json = False) -> None:
         lines[f"{found['name']} {found['split']}"] = f"{found['metric']} {cell(found['score'])}"
     for name, value in lines.items():
         if value:
-            typer.echo(f"{name:<16} {value}")
+            typer.echo(f"{printable(name):<16} {printable(value)}")
 
 
 def _facts(model: Path) -> dict[str, Any]:
-    """What `api.show` says; a file of another program says it when it is opened."""
+    """What `overview.show` says; a file of another program says it when it is opened, without its weights."""
     from trivium import overview, records
     from trivium.checkpoints.model_files import has_model
     from trivium.training.recipes import is_run
 
     if is_run(model) or has_model(model) or not (model.is_file() or (model / "config.json").is_file()):
         return overview.show(model)
-    from trivium import api
-    from trivium.cli.render import watcher
+    from trivium.interop.load import open_foreign
 
-    with watcher() as watch:
-        m = api.load(model, device="cpu", say=lambda text: None, tick=watch.tick)
-    facts = {"state": "published", "family": m.config.family, "parameters": m.config.parameters()}
+    found = open_foreign(model, say=lambda text: None, tick=lambda what, done, of: None, fill=False)
+    config = found.module.config
+    facts = {"state": "published", "family": config.family, "parameters": config.parameters()}
     nothing = {"step": 0, "best": None, "test": None}
     return {
         "path": str(model),
         **facts,
         **nothing,
         "results": records.results_of(model),
-        "notes": dict(m.notes),
+        "notes": dict(found.notes),
     }
 
 
-def _note(value: Any) -> str:
-    """A note in a line: what is long is only begun."""
-    if isinstance(value, Mapping):
-        text = "; ".join(f"{name} {_note(item)}" for name, item in value.items())
+def _note(value: Any, depth: int = 0) -> str:
+    """A note in a line: what is long or deep is only begun."""
+    if depth > _DEEPEST:
+        text = "..."
+    elif isinstance(value, Mapping):
+        text = "; ".join(f"{name} {_note(item, depth + 1)}" for name, item in value.items())
     elif isinstance(value, list):
-        text = ", ".join(map(_note, value))
+        text = ", ".join(_note(item, depth + 1) for item in value)
     else:
         text = " ".join(str(value).split())
     return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."

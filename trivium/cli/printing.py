@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trivium import records
 from trivium.errors import RequestError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
@@ -52,12 +53,10 @@ def cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if isinstance(value, float) else str(value)
 
 
-def bits(row: Mapping[str, Any] | None) -> str:
+def bits(row: object) -> str:
     """The score in a row of metrics, if there is one."""
-    if not row:
-        return ""
-    found = row.get("bits_per_byte")
-    return f"{row['loss']:.4f} nats" if found is None else f"{found:.4f} bits/byte"
+    found = records.score(row)
+    return "" if found is None else f"{found[0]:.4f} {found[1]}"
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trivium import records
+from trivium.checkpoints.model_files import home_of
 from trivium.cli.printing import Json, cell, print_json, print_table
 from trivium.files import is_held
 from trivium.records import Broken
@@ -64,7 +65,8 @@ def _described(path: Path) -> dict[str, Any]:
 def _facts(path: Path) -> dict[str, Any]:
     settings, about = records.settings(path), records.about(path)
     metrics = records.rows(path / records.METRICS) if (path / records.METRICS).exists() else []
-    card = records.table(path / records.CARD) if (path / records.CARD).exists() else {}
+    card = home_of(path, records.CARD) / records.CARD
+    told = records.table(card) if card.exists() else {}
     steps = records.of_kind(metrics, "train")
     tests = records.of_kind(metrics, "test")
     best = records.best(metrics)
@@ -72,7 +74,7 @@ def _facts(path: Path) -> dict[str, Any]:
     score = records.score(best, evaluations)
     return {
         "path": str(path),
-        "state": "running" if is_held(path) else "finished" if card else "unfinished",
+        "state": "running" if is_held(path) else "finished" if told else "unfinished",
         "started": _started(path, about),
         "preset": _text(about.get("preset")),
         "family": _text(about.get("family")) or _family(settings.get("model")),
@@ -83,7 +85,7 @@ def _facts(path: Path) -> dict[str, Any]:
         "best": best,
         "test": tests[-1] if tests else None,
         "results": evaluations,
-        "notes": card.get("notes", {}),
+        "notes": told.get("notes", {}),
     }
 
 

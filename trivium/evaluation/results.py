@@ -20,7 +20,7 @@ import torch
 from trivium import records, report
 from trivium.errors import RequestError
 from trivium.evaluation.tasks import Outcome
-from trivium.files import read_inside, write_atomic
+from trivium.files import json_line, read_inside, write_atomic
 from trivium.models.transformer import Transformer, weights
 from trivium.text.tokenizer import Tokenizer
 
@@ -60,7 +60,7 @@ def record(
         "examples": _plain(examples),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_atomic(path, json_line(content, indent=1))
     if (model_path / records.CONFIG).is_file():  # the page of a run has its evaluations
         write_atomic(model_path / "report.html", report.page(model_path).encode())
     return content

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from trivium.config import finite
 from trivium.errors import CheckpointError, shown
 from trivium.parts.options.feedforward import Activation
 from trivium.parts.site import MOST
@@ -47,13 +48,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
 def spelling(activation: str) -> str:
     """What `transformers` calls an activation of ours; one that it does not have gives the name of another."""
     return next((theirs for theirs, mine in ACTIVATIONS.items() if mine == activation), "gelu")
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond every float
-        return False
 
 
 class Fields:
@@ -102,7 +96,7 @@ class Fields:
     ) -> float:
         """A finite number."""
         value = self._get(name, default, also, null)
-        good = type(value) in (int, float) and _finite(value) and least <= value <= most
+        good = type(value) in (int, float) and finite(value) and least <= value <= most
         if not good:
             raise self.refusal(name, value, f"it must be a number from {least} to {most}")
         return float(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from trivium.checkpoints.format import Stored, header
 from trivium.errors import CheckpointError, printable, shown
-from trivium.files import read_inside
+from trivium.files import inside, read_inside
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -38,19 +39,14 @@ def json_table(path: Path) -> dict[str, Any]:
 
 
 def within(folder: Path, name: str) -> Path:
-    """The file `name` of a folder; a link that leads out of it is refused.
-
-    The cache of the Hugging Face Hub keeps its files as links from `snapshots/ID/` to `blobs/`, which are its own.
-    """
-    path, home = folder / name, folder.resolve()
-    homes = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
+    """The file `name` of a folder; a link that leads out of it, or nowhere, is refused."""
     try:
-        real = path.resolve()
-    except (OSError, RuntimeError):
-        raise CheckpointError(f"{path} is a link that leads nowhere; fetch the file") from None
-    if not any(real.is_relative_to(one) for one in homes):
-        raise CheckpointError(f"{path} leads out of its folder; copy the file there")
-    return path
+        inside(folder, name)
+    except OSError as error:
+        lost = "is a link that leads nowhere; fetch the file"
+        why = "leads out of its folder; copy the file there" if error.errno == errno.EXDEV else lost
+        raise CheckpointError(f"{folder / name} {why}") from None
+    return folder / name
 
 
 def stored(folder: Path) -> dict[str, Stored]:

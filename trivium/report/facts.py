@@ -100,7 +100,7 @@ def _training(about: Row, trained: list[Row]) -> str:
     seconds = trained[-1].get("seconds")
     words = [f"{trained[-1]['step']:,} steps"]
     words += [f"{tokens:,} tokens learned"] if tokens else []
-    words += [_duration(seconds)] if isinstance(seconds, int | float) else []
+    words += [_duration(seconds)] if records.is_number(seconds) else []
     with contextlib.suppress(ValueError):
         words.append(f"begun {datetime.fromisoformat(str(about.get('started'))):%Y-%m-%d %H:%M} UTC")
     return ", ".join(words)

@@ -87,7 +87,7 @@ def _summary(trained: list[Row], scored: list[Row], tests: list[Row], results: l
     words += [f"test {_score(row)}" for row in tests[-1:]]
     for found in results:
         name = {"bleu": "BLEU", "chrf": "chrF"}.get(found["metric"], found["metric"])
-        if isinstance(found.get("score"), int | float):
+        if found["score"] is not None:
             words.append(f"{name} {found['score']:.4g} on {found['name']}, {found.get('split')}")
     return "; ".join(words) + "."
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.errors import DataError, RequestError, shown
-from trivium.files import read_inside, write_atomic
+from trivium.files import json_line, read_inside, write_atomic
 from trivium.text import sentencepiece
 from trivium.text.adopt import CARD, Frame, Roles, added_token, adopt, around, post_processor, unknown_of
 from trivium.text.framing import frame_of
@@ -92,7 +92,7 @@ def write_tokenizer(
         ("special_tokens_map.json", tokens),
         ("tokenizer_config.json", settings),
     ):
-        write_atomic(folder / name, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
+        write_atomic(folder / name, json_line(values, indent=2))
 
 
 class _Said:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from typing import Any
 from trivium import records
 from trivium.config import kind_of
 from trivium.data.shards import Shards
+from trivium.files import json_line
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
 from trivium.objectives.options import OBJECTIVES
@@ -68,7 +68,7 @@ def describe(recipe: Recipe, tokenizer: Tokenizer, shards: Shards, preset: str) 
             **splits,
         },
     }
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return json_line(content, indent=2)
 
 
 def _split(split: Mapping[str, Any]) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from io import FileIO
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.errors import CheckpointError
-from trivium.files import read_inside, write_atomic
+from trivium.files import json_line, read_inside, write_atomic
 from trivium.records import rows_in
 
 _LARGEST = 1 << 30  # bytes of a journal: some six million steps
@@ -102,8 +101,7 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
 
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    # half a surrogate pair, which only a stranger's row has, becomes JSON's own escape
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(errors="backslashreplace")
+    return b"".join(map(json_line, rows))
 
 
 def _is_at(file: FileIO, path: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from trivium import config as settings
 from trivium import records
-from trivium.files import Lock, remove_leftovers, write_atomic
+from trivium.files import Lock, read_inside, remove_leftovers, write_atomic
 from trivium.training.device import environment
 from trivium.training.metrics import Journal
 from trivium.training.prepare import Ground
@@ -23,6 +23,7 @@ from trivium.training.track import Tracker
 T = TypeVar("T")
 
 _FIRST, _LAST = 10, 640  # steps until the next try: doubled after each failure
+_LARGEST = 1 << 20  # bytes of what a run says of itself
 WAITS = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between tries once no step is left to wait for
 
 
@@ -40,7 +41,8 @@ class Home:
     def __enter__(self) -> Home:
         self._lock()
         with contextlib.suppress(OSError):
-            self._about = (self.folder / records.ABOUT).read_bytes()
+            self._about = read_inside(self.folder, records.ABOUT, _LARGEST)
+        with contextlib.suppress(OSError):
             remove_leftovers(self.folder)
         return self
 

@@ -28,7 +28,7 @@ from trivium.data.pairs import build as build_shards
 from trivium.data.pairs import paired, settled, training_files, training_texts
 from trivium.data.shards import Shards, Stream
 from trivium.errors import CheckpointError, ConfigError
-from trivium.files import write_synced
+from trivium.files import json_line, read_inside, write_synced
 from trivium.models.transformer import build, with_vocab
 from trivium.objectives.objective import Task
 from trivium.objectives.options import Seq2Seq
@@ -55,6 +55,7 @@ from trivium.training.timeline import Timeline, times
 from trivium.training.validate import validate
 
 START = "start.json"  # what the finished model keeps of the one that it began with
+_LARGEST = 1 << 20  # bytes of what is kept of a start
 
 Say = Callable[[str], None]
 Tick = Callable[[str, int, int], None]  # what is going on, how far, of how much
@@ -151,7 +152,7 @@ def lay(
             ground = _with_budget(ground, say, clock)
         tokenizer.save(scratch / "tokenizer.json")
         if notes := start.notes(recipe):
-            write_synced(scratch / START, (json.dumps(notes, ensure_ascii=False) + "\n").encode())
+            write_synced(scratch / START, json_line(notes))
         write_synced(scratch / "config.toml", settings.write(ground.recipe).encode())
         about = describe(ground.recipe, tokenizer, shards, preset_of(ground.recipe, *tables))
         write_synced(scratch / records.ABOUT, about)
@@ -254,7 +255,7 @@ def beginning(ground: Ground, total: int | Timeline) -> Job:
 def start_notes(folder: Path) -> dict[str, Any]:
     """What the model of a run keeps of its start."""
     try:
-        found = json.loads((folder / START).read_text(encoding="utf-8"))
+        found = json.loads(read_inside(folder, START, _LARGEST))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from trivium.errors import BusyError, DataError
-from trivium.files import LOCK, Lock, is_held, is_leftover, remove, remove_leftovers, temporary
+from trivium.files import LOCK, Lock, is_held, is_leftover, naming, prepared_by, remove, remove_leftovers, temporary
 
 # of a run that is being prepared
 _PARTS = {LOCK, "about.json", "config.toml", "data", "env.json", "start.json", "tokenizer.json"}
-_PREPARED = re.compile(r"\.tmp-.+-(\d+)", re.DOTALL)
+_TRACES = ("about.json", "metrics.jsonl", "checkpoints")  # of a run: a config.toml others have too
+_REPLACED = ".replaced"
 
 
 @contextlib.contextmanager
@@ -28,12 +28,8 @@ def prepared(folder: Path) -> Iterator[Path]:
     scratch = temporary(folder)
     scratch.mkdir()
     try:
-        with Lock(scratch):
+        with naming(folder), Lock(scratch):
             yield scratch
-    except OSError as error:  # a full disk: the name that the user knows, not the hidden one
-        inner = str(error.filename or scratch)
-        error.filename = inner.replace(str(scratch), str(folder), 1)
-        raise
     finally:
         if scratch.exists():
             remove(scratch)
@@ -44,7 +40,7 @@ def prepared(folder: Path) -> Iterator[Path]:
 
 def replaced(folder: Path, scratch: Path) -> None:
     """Put a prepared run in the place of an old one, which no process works in and which is then removed."""
-    aside = temporary(folder.with_name(f"{folder.name}.replaced"))
+    aside = temporary(folder.with_name(f"{folder.name}{_REPLACED}"))
     with Lock(folder):
         os.rename(folder, aside)
         try:
@@ -59,17 +55,27 @@ def sweep(folder: Path) -> None:
     """Remove what killed processes were still preparing in a folder of runs, and inside its runs.
 
     A process that is alive holds a lock on what it prepares; where there is none yet, its number decides. In a folder
-    that is not called `runs` something else may have such a name: there only what looks like a run is removed.
+    that is not called `runs` something else may have such a name: there only what looks like a run is removed. A run
+    that was to be replaced, by a process that was killed before the new one had its place, comes back.
     """
     for path in _listed(folder):
-        found = _PREPARED.fullmatch(path.name)
+        prepared = prepared_by(path)
         with contextlib.suppress(OSError):  # what cannot be removed is no reason to fail
-            if found and path.is_dir() and not path.is_symlink():
-                ours = folder.absolute().name == "runs" or {file.name for file in _listed(path)} <= _PARTS
-                if ours and not (is_held(path) if (path / LOCK).is_file() else _alive(int(found[1]))):
-                    remove(path)
-            elif not found and (path / "config.toml").is_file():
+            if prepared is not None and path.is_dir() and not path.is_symlink():
+                _sweep_prepared(path, *prepared)
+            elif prepared is None and any((path / name).exists() for name in _TRACES):
                 _sweep_run(path)
+
+
+def _sweep_prepared(path: Path, name: str, process: int) -> None:
+    """Remove a folder that a killed process prepared or retired, or put it back."""
+    if is_held(path) if (path / LOCK).is_file() else _alive(process):
+        return
+    retired = path.parent / name.removesuffix(_REPLACED)
+    if name.endswith(_REPLACED) and (path / "config.toml").is_file() and not os.path.lexists(retired):
+        os.rename(path, retired)
+    elif path.absolute().parent.name == "runs" or {file.name for file in _listed(path)} <= _PARTS:
+        remove(path)
 
 
 def _sweep_run(run: Path) -> None:
@@ -92,7 +98,7 @@ def _listed(folder: Path) -> list[Path]:
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

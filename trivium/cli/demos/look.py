@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,10 +17,10 @@ def look(model: api.Model, folder: Path, name: str, measure: Callable[[], Outcom
     """What the results file NAME-test.json says of exactly these weights; if it says nothing yet they are measured."""
     path = folder / records.RESULTS / f"{name}-test.json"
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = records.table(path)
         if told["model"]["weights"] == results.weights_digest(model.module):
             return dict(told)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (records.Broken, KeyError, TypeError):
         pass  # absent or damaged: it is made anew
     began = time.monotonic()
     return results.record(
