@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused() -> None:
     pairs = Pairs(stream([[1] * 9, [2]]), 16)
     with pytest.raises(ConfigError, match=r"data\.pack: 8 is less than the longest pair's 10; set it to 10"):
         PackedPairs(pairs, 8, 0)
-    with pytest.raises(ConfigError, match=r"data\.pack: 17 is more than the model's context; set it to 16 or less"):
+    with pytest.raises(ConfigError, match=r"data\.pack: 17 is more than a row may have; set it to 16 or less"):
         PackedPairs(pairs, 17, 0)
     with pytest.raises(DataError, match="no pair"):
         PackedPairs(Pairs(stream([[1] * 9, [2]]), 4), 4, 0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import trivium as tv
 from tests.cases import shrunk
+from trivium.config import load, overrides
 from trivium.errors import RequestError
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
@@ -51,6 +52,24 @@ def test_activations_are_estimated_within_a_third(name: str) -> None:
     assert 0.6 * real < estimate.activations < 1.2 * real
 
 
+@pytest.mark.parametrize("position", ["t5", "shaw", "alibi", "rotary"])
+def test_positions_that_change_scores_are_counted(position: str) -> None:
+    layer = overrides({"decoder.block.position": position, "decoder.layers": 3, "width": 128, "context": 256})
+    config = load(ModelConfig, layer, start=replace(PRESETS["gpt-mini"](), vocab=300))
+    estimate = training_memory(config, tokens=4 * 256, states=2.0)
+    real = kept_bytes(config, 4, 256)
+    assert 0.7 * real < estimate.activations < 1.3 * real
+
+
+def test_rows_shorter_than_the_context_keep_fewer_scores() -> None:
+    config = replace(PRESETS["gpt2"](), vocab=300, width=96, context=1024)
+    config = load(ModelConfig, overrides({"decoder.layers": 2, "decoder.block.attention.heads": 2}), start=config)
+    short = training_memory(config, tokens=8 * 64, states=2.0, length=64)
+    real = kept_bytes(config, 8, 64)
+    assert 0.6 * real < short.activations < 1.3 * real
+    assert short.weights == training_memory(config, tokens=8 * 64, states=2.0).weights
+
+
 def test_weights_gradients_and_moments_are_exact() -> None:
     config = PRESETS["gpt2"]()
     found = training_memory(config, tokens=0, states=2.0)
@@ -72,6 +91,7 @@ def test_recomputing_blocks_keeps_less() -> None:
         ({"meminfo": "MemAvailable: 2048 kB\n", "max": "max\n", "current": "5\n"}, 2048 * 1024),
         ({"meminfo": "MemAvailable: 2048 kB\n", "max": "1000\n", "current": "400\n"}, 600),
         ({"meminfo": "MemAvailable: 2048 kB\n", "max": "1000\n", "current": "4000\n"}, 0),
+        ({"meminfo": "MemAvailable: 2048 kB\n", "max": "99\n", "current": "90\n", "memory.stat": "cache 30\n"}, 39),
         ({"meminfo": "nonsense"}, 0),
         ({}, 0),
     ],
@@ -79,10 +99,10 @@ def test_recomputing_blocks_keeps_less() -> None:
 def test_free_memory_is_that_of_the_machine_and_of_its_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], free: int
 ) -> None:
-    for name, text in files.items():
+    for name, text in ({"memory.stat": ""} | files).items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
+    monkeypatch.setattr(memory, "_CGROUPS", ((tmp_path, "max", "current", "cache"),))
     assert free_host_memory() == free
 
 

@@ -14,14 +14,16 @@ import pytest
 
 from tests.training.conftest import finish, resume, silent, start
 from trivium.checkpoints import format
-from trivium.config import load
+from trivium.config import load, overrides
 from trivium.errors import CheckpointError, Interrupted
 from trivium.training import calibrate, prepare, session
 from trivium.training.events import Progress, Said, Validated
 from trivium.training.job import Job
 from trivium.training.loop import Update, updates
 from trivium.training.prepare import Ground
-from trivium.training.recipe import Recipe
+from trivium.training.recipe import Budget, Recipe
+from trivium.training.recipes import laid_over
+from trivium.training.samples import samples
 from trivium.training.session import Session
 from trivium.training.signals import Signals
 from trivium.training.validate import Result, validate
@@ -56,12 +58,12 @@ class Clock:
 
 def begin(recipe: Recipe, runs: Path, clock: Clock, said: list[str] | None = None) -> Session:
     say = silent if said is None else said.append
-    return Session(prepare.lay(recipe, runs, say=say, tick=silent, clock=clock), silent, clock)
+    return Session(prepare.lay(recipe, runs, say=say, tick=silent, clock=clock), clock)
 
 
 def again(ground: Ground, clock: Clock) -> Session:
     recipe = load(Recipe, tomllib.loads((ground.folder / "config.toml").read_text()))
-    return Session(prepare.reopen(ground.folder, recipe), silent, clock)
+    return Session(prepare.reopen(ground.folder, recipe), clock)
 
 
 def weights(run: Session) -> dict[str, Any]:
@@ -119,7 +121,8 @@ def test_validation_takes_at_most_a_tenth_and_says_so(
     assert [line for line in said if "each validation reads 1 of 4 rows" in line]
     clock.validation = 0.1
     finish(run)
-    assert run.deadline.validating <= 0.6
+    assert 0.3 < run.deadline.validating <= 0.6
+    assert clock.now == pytest.approx(6, rel=0.05)
 
 
 def test_validations_that_turn_slow_are_left_out(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +228,82 @@ def test_decisions_that_a_power_failure_took_are_found_in_the_checkpoint(
     assert rows[-1]["share"] == 1
 
 
+def test_a_repeated_run_leaves_out_the_same_validations(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They choose the best weights, and may end a run: the clock decides on them once."""
+    clock = Clock(monkeypatch, step=0.05, validation=0.02)
+    first = begin(small(**MINUTES | {"evaluate.every": 0.05}), tmp_path, clock)
+    clock.validation = 0.2
+    made = [event.step for event in finish(first) if isinstance(event, Validated)]
+    written = load(Recipe, tomllib.loads((first.folder / "config.toml").read_text()))
+    assert written.budget.skipped
+    assert not set(made) & set(written.budget.skipped)
+    for validation in (0.001, 3.0):
+        clock = Clock(monkeypatch, step=0.05, validation=validation)
+        second = begin(replace(written, name=f"again-{validation}"), tmp_path, clock)
+        assert [event.step for event in finish(second) if isinstance(event, Validated)] == made
+        same(first, second)
+
+
+def test_a_resumed_run_makes_the_validations_that_were_decided(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, step=0.05, validation=0.02)
+    run = begin(small(**MINUTES | {"evaluate.every": 0.1}), tmp_path, clock)
+    made = []
+    for event in run.events():
+        made += [event.step] if isinstance(event, Validated) else []
+        if len(made) == 5:
+            break
+    last = max(row["step"] for row in run.record.metrics.rows())
+    clock.validation = 0.5  # on a machine that is slower now
+    events = finish(again(run.ground, clock))
+    repeated = [event.step for event in events if isinstance(event, Validated) and event.step <= last]
+    assert repeated == [step for step in made if step > min(repeated, default=0) - 1]
+
+
+def test_the_last_sample_and_validation_are_part_of_the_minutes(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, step=0.05, validation=0.45)
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        clock.now += 0.4
+        return samples(*arguments, **named)
+
+    monkeypatch.setattr(session, "samples", slow)
+    finish(begin(small(**MINUTES | {"evaluate.every": 1.0, "sample.every": 0.5}), tmp_path, clock))
+    assert clock.now == pytest.approx(6, rel=0.05)
+
+
+def test_a_run_in_minutes_goes_back_to_its_beginning(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that it took is over, and the timeline begins anew."""
+    clock = Clock(monkeypatch, step=0.05)
+    run = begin(small(**MINUTES | {"nonfinite": "rollback"}), tmp_path, clock)
+    bad = [True]
+    monkeypatch.setattr(type(run.detector), "see", _planted(type(run.detector).see, bad, clock))
+    events = finish(run)
+    assert not bad
+    assert [event for event in events if isinstance(event, Said) and "beginning" in event.text]
+    assert clock.now == pytest.approx(6, rel=0.05)
+
+
+def _planted(real: Callable[..., Any], bad: list[bool], clock: Clock) -> Callable[..., Any]:
+    """A detector that is told of a number that is not finite at step 4, once."""
+
+    def see(self: Any, step: int, loss: float, norm: float, **named: Any) -> Any:
+        if step == 4 and bad:
+            bad.pop()
+            clock.now += 1.0  # what going back takes
+            return real(self, step, float("nan"), norm, **{**named, "finite": False})
+        return real(self, step, loss, norm, **named)
+
+    return see
+
+
 def test_a_damaged_timeline_is_one_sentence(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, step=0.1)
     run = begin(small(**MINUTES), tmp_path, clock)
@@ -253,3 +332,10 @@ def test_a_ground_without_a_plan_is_measured_once(small: Make, tmp_path: Path, m
     assert ground.spent == pytest.approx(0.3)
     assert prepare._with_budget(ground, silent, clock) is ground
     assert replace(ground.recipe.budget, planned=0).minutes == 0.1
+
+
+def test_another_budget_begins_without_what_was_decided() -> None:
+    knots = Budget(minutes=1, planned=40, knots=(10, 35), shares=(0.2, 1.0), skipped=(5,))
+    recipe = Recipe(budget=knots)
+    assert laid_over(recipe, overrides({"budget.minutes": 5})).budget == Budget(minutes=5)
+    assert laid_over(recipe, overrides({"optim.rate": 0.5})).budget == knots

@@ -127,7 +127,7 @@ def test_what_does_not_go_together_is_refused(packed: Make, small: Make, tmp_pat
         (small(**{"data.pack": 16}), r"data\.pack: text fills its rows anyway"),
         (packed(**{"batch.tokens": 60}), r"batch\.tokens: packed pairs fill rows of one length; set batch\.rows"),
         (packed(**{"data.pack": 5}), r"data\.pack: 5 is less than the longest pair's 1\d"),
-        (packed(**{"data.pack": 33}), r"data\.pack: 33 is more than the model's context; set it to 32"),
+        (packed(**{"data.pack": 33}), r"data\.pack: 33 is more than a row may have; set it to 32"),
     ]
     for recipe, message in cases:
         with pytest.raises(ConfigError, match=message):

@@ -51,7 +51,7 @@ def test_a_run_accounts_for_the_time_before_its_first_step(small: Make, tmp_path
     stages = [line.split(":")[0] for line in said if line.endswith(" s")]
     assert stages == ["tokenizer", "data", "timing"]
     told = []
-    for event in Session(ground, silent, clock).events():
+    for event in Session(ground, clock).events():
         if not isinstance(event, Said):
             break
         told.append(event.text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,13 @@ from trivium.training.deadline import Deadline
 from trivium.training.metrics import Journal
 from trivium.training.pace import Pace
 from trivium.training.recipe import Budget
-from trivium.training.timeline import Knot, Timeline, knots_of
+from trivium.training.timeline import Knot, Timeline, follow
+
+
+def knots_of(rows: list[dict[str, Any]], path: Path) -> list[Knot]:
+    timeline = Timeline(0)
+    follow(timeline, rows, path)
+    return timeline.knots
 
 
 @given(steps=st.integers(1, 10_000), step=st.integers(0, 10_000))
@@ -113,6 +120,46 @@ def test_damaged_knots_are_refused() -> None:
     for share in (1.5, -0.5, float("nan")):
         with pytest.raises(CheckpointError, match="damaged"):
             knots_of([{"step": 3, "share": share}], path)
+
+
+def test_a_row_at_step_0_begins_anew() -> None:
+    rows = [{"step": 9, "share": 0.5}, {"step": 0, "share": 0.0}, {"step": 4, "share": 0.1}]
+    assert knots_of(rows, Path("x")) == [(4, 0.1)]
+
+
+def test_decisions_on_validations_are_read_beside_knots() -> None:
+    timeline = Timeline(10)
+    rows: list[dict[str, Any]] = [
+        {"step": 9, "share": 0.5},
+        {"step": 4, "validate": False},
+        {"step": 8, "validate": True},
+    ]
+    assert follow(timeline, rows, Path("x")) == {4: False, 8: True}
+    assert timeline.knots == [(9, 0.5)]
+
+
+def test_a_journal_goes_on_where_the_file_of_a_run_ends(tmp_path: Path) -> None:
+    """A run that repeats one which stopped early has more knots in its file than in its journal."""
+    budget = Budget(minutes=1, planned=40, knots=(5, 10, 15), shares=(0.1, 0.2, 0.3))
+    journal = Journal(tmp_path / "timeline.jsonl")
+    journal.add([{"step": 20, "share": 0.5}])
+    timeline = budget.timeline
+    Deadline(budget, Pace(lambda: 0.0), journal).take_up(timeline)
+    assert timeline.knots == [(5, 0.1), (10, 0.2), (15, 0.3), (20, 0.5)]
+
+
+def test_what_happens_at_the_end_alone_does_not_happen_before() -> None:
+    timeline = Timeline(6, [Knot(3, 0.5)])
+    assert timeline.total == 6
+    assert not any(timeline.due(0, step) for step in (1, 2, 3, 6))
+    timeline.add(Knot(6, 1.0))
+    assert timeline.due(0, 6)
+
+
+def test_positions_never_fall_below_the_first_when_steps_overflow() -> None:
+    """fp16 repeats the position of a step that overflowed; with steps twice as fast as planned two took it below 0."""
+    timeline = Timeline(100, [Knot(200, 1.0)])
+    assert [timeline.position(step + 1 - step) for step in range(5)] == [0.5] * 5
 
 
 def test_a_budget_knows_its_timeline() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,12 +38,14 @@ def test_noise_is_no_overfitting() -> None:
 
 
 def test_patience_counts_validations_since_the_best() -> None:
-    trend = Trend(2, [{"kind": "valid", "step": 1, "loss": 1.0}, {"kind": "valid", "step": 2, "loss": "nan"}])
-    assert not trend.is_exhausted
-    trend.see(3, 1.0)
-    assert not trend.is_exhausted
-    trend.see(4, 1.5)
-    assert trend.is_exhausted
+    rows = [{"kind": "valid", "step": 1, "loss": 1.0}, {"kind": "valid", "step": 2, "loss": "nan"}]
+    live = Trend(2)
+    live.see(1, 1.0)
+    live.see(2, math.nan)
+    for trend in (live, Trend(2, rows)):  # a run that is resumed counts as one that was not stopped
+        assert not trend.is_exhausted
+        trend.see(3, 1.0)
+        assert trend.is_exhausted
 
 
 def test_a_run_stops_early_and_its_model_is_the_best(

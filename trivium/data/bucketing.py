@@ -82,7 +82,7 @@ class Buckets:
 
     def __init__(self, sizes: Sizes, tokens: int, seed: int, *, size: int = 1, align: int = 1) -> None:
         if not len(sizes):
-            raise DataError("data: there is no pair to learn from; name more pairs or raise model.context")
+            raise DataError("data: there is no pair to learn from; name more pairs, or raise model.context")
         self.sizes = sizes
         self.align = align
         # How far a batch moves the cursor, however many pairs it has: a run that goes back reckons with equal steps.

@@ -48,6 +48,11 @@ class DataConfig:
     valid_source: str = ""
     valid_target: str = ""
 
+    @property
+    def limit(self) -> str:
+        """The setting that decides how long a row may be."""
+        return "data.length" if self.length else "model.context"
+
     def __post_init__(self) -> None:
         accept(self)
         at_least("pack", self.pack, 0)

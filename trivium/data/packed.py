@@ -27,9 +27,9 @@ class PackedPairs:
 
     def __init__(self, pairs: Pairs, width: int, seed: int) -> None:
         if not len(pairs):
-            raise DataError("data: there is no pair to learn from; name more pairs or raise model.context")
+            raise DataError("data: there is no pair to learn from; name more pairs, or raise model.context")
         if width > pairs.length:
-            raise ConfigError(f"data.pack: {width} is more than the model's context; set it to {pairs.length} or less")
+            raise ConfigError(f"data.pack: {width} is more than a row may have; set it to {pairs.length} or less")
         longest = int(pairs.sizes.max())
         if longest > width:
             raise ConfigError(f"data.pack: {width} is less than the longest pair's {longest}; set it to {longest}")

@@ -179,8 +179,8 @@ def _side_costs(config: ModelConfig, stack: Stack, side: str, causal: bool) -> I
         name = names[layer % len(names)]
         prefix = f"{side}.variants.{name}" if name else f"{side}.block"
         site = config.site(layer=layer, depth=stack.layers, causal=causal)
-        if shared[layer] == layer:
-            yield f"{prefix}.position", partial(_position_cost, block, site)
+        own = shared[layer] == layer  # else it uses a module that is counted already
+        yield f"{prefix}.position", partial(_position_cost, block, site) if own else partial(_kept, block, site)
         for part, cost in block.costs(site):
             second = side == "decoder" and config.share == "stacks" and part in SHARED
             yield f"{prefix}.{part}", partial(_without_parameters, cost) if second else cost
@@ -193,6 +193,10 @@ def _without_parameters(cost: Callable[[], Cost]) -> Cost:
 
 def _position_cost(block: AnyBlock, site: Site) -> Cost:
     return block.position.cost(inner(block, site))
+
+
+def _kept(block: AnyBlock, site: Site) -> Cost:
+    return Cost(kept=_position_cost(block, site).kept)
 
 
 def _refusals(config: ModelConfig) -> None:

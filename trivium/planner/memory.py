@@ -6,6 +6,7 @@ The sums are lower bounds: temporaries, the allocator's holes and the libraries'
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +15,9 @@ from trivium.models.config import ModelConfig
 
 FLOAT = 4  # bytes of a float32 number
 _MEMINFO = Path("/proc/meminfo")
-_CGROUPS = (  # limit and use of a container, in the second and the first version of control groups
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
+_CGROUPS = (  # of a container, in the second and the first version of control groups: folder, limit, use, cache in it
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -51,16 +49,22 @@ def model_memory(model: ModelConfig) -> int:
 
 
 def training_memory(
-    model: ModelConfig, *, tokens: int, states: float, element: int = FLOAT, recompute: bool = False
+    model: ModelConfig,
+    *,
+    tokens: int,
+    states: float,
+    element: int = FLOAT,
+    recompute: bool = False,
+    length: int = 0,
 ) -> Memory:
-    """The least memory of training on `tokens` at a time.
+    """The least memory of training on `tokens` at a time, in rows of `length` (0: of the model's context).
 
     The optimizer keeps `states` float32 numbers for each parameter, an activation has `element` bytes, and with
     `recompute` a block keeps its input alone.
     """
-    costs = model.costs()
-    weights = FLOAT * sum(cost.parameters for cost in costs.values())
-    kept = sum(cost.kept for cost in costs.values())
+    weights = FLOAT * model.parameters()
+    short = replace(model, context=min(length, model.context)) if length else model
+    kept = sum(cost.kept for cost in short.costs().values())
     if recompute:
         kept = min(kept, model.layers * model.width + kept // max(1, model.layers))
     return Memory(weights, weights, round(weights * states), tokens * kept * element)
@@ -74,9 +78,12 @@ def free_host_memory() -> int:
         found.append(int(rows["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError, IndexError):
         pass  # not Linux
-    for limit, use in _CGROUPS:
+    for folder, limit, use, cache in _CGROUPS:
         try:
-            found.append(max(0, int(limit.read_text()) - int(use.read_text())))
+            taken = int((folder / use).read_text())
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            taken -= min(taken, int(statistics.get(cache, 0)))  # files that were read, which make room when it is asked
+            found.append(max(0, int((folder / limit).read_text()) - taken))
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return min(found, default=0)

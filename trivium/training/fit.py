@@ -26,6 +26,7 @@ def memory_of(recipe: Recipe, model: ModelConfig, rows: int, length: int = 0) ->
         states=recipe.optim.states + averaged,
         element=FLOAT if recipe.precision == "fp32" else FLOAT // 2,
         recompute=recipe.recompute == "blocks",
+        length=length,
     )
 
 
@@ -34,17 +35,9 @@ def fitted(recipe: Recipe, *, length: int = 0, say: Callable[[str], None], free:
 
     Rows have `length` tokens. On a GPU a step is tried instead, so only what does not depend on rows is looked at.
     """
-    if recipe.memory == "try":
-        return recipe
-    cpu = recipe.device.startswith("cpu")
     free = free_memory(recipe.device) if free is None else free
-    if not free:
-        return recipe
-    one = memory_of(recipe, recipe.model, 1, length)
-    least = one.total if cpu else one.fixed
-    if least > free:
-        raise ConfigError(_too_large(recipe, one, free))
-    if not cpu:
+    one = require_fit(recipe, length=length, free=free)
+    if not free or recipe.memory == "try" or not recipe.device.startswith("cpu"):
         return recipe
     room = free - _PROCESS - one.fixed
     able = max(1, int(room / _TEMPORARY / max(1, one.activations)))
@@ -56,6 +49,16 @@ def fitted(recipe: Recipe, *, length: int = 0, say: Callable[[str], None], free:
         raise ConfigError(f"batch.micro: {what}; set batch.micro={able}, or memory=try to try it all the same")
     say(f"{what}: batch.micro is {able}")
     return replace(recipe, batch=replace(recipe.batch, micro=able))
+
+
+def require_fit(recipe: Recipe, *, length: int = 0, free: int | None = None) -> Memory:
+    """Refuse what cannot fit whatever the number of rows at a time; the memory of a single row."""
+    free = free_memory(recipe.device) if free is None else free
+    one = memory_of(recipe, recipe.model, 1, length)
+    least = one.total if recipe.device.startswith("cpu") else one.fixed
+    if free and recipe.memory == "check" and least > free:
+        raise ConfigError(_too_large(recipe, one, free))
+    return one
 
 
 def surely_fits(recipe: Recipe, length: int, free: int | None = None) -> bool:

@@ -71,9 +71,9 @@ def enough_memory(recipe: Recipe, folder: Path | None = None) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         micro = recipe.micro
-        what = "tokens" if recipe.batch.tokens else f"rows of {recipe.model.context} tokens"
+        what = "tokens" if recipe.batch.tokens else f"rows of {recipe.data.length or recipe.model.context} tokens"
         used = f"out of memory on {recipe.device} with {micro} {what} at a time; "
         again = f" and go on with `trivium train {folder}`" if folder is not None else ""
         if micro > 1:
             raise OutOfMemory(f"{used}set batch.micro={micro // 2}{again}") from error
-        raise OutOfMemory(f"{used}start a new run with a smaller model.context or model.width") from error
+        raise OutOfMemory(f"{used}start a new run with a smaller {recipe.data.limit} or model.width") from error

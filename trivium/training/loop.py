@@ -95,7 +95,7 @@ def updates(job: Job, ahead: int | None = None) -> Iterator[Update]:
 def _update(job: Job, feed: Feed, replay: Replay | None) -> Update:
     """One step."""
     recipe, scale, done = job.recipe, job.scaler.scale, job.step + 1 - job.overflows
-    position = job.timeline.position(job.step + 1) - job.overflows
+    position = job.timeline.position(done)
     if job.twins is not None:
         job.twins.refresh()  # here, since a recorded step would not
     factor, follow = recipe.schedule.factor(position, job.timeline.planned), job.average.share(done)
@@ -158,7 +158,7 @@ def fitted(job: Job, feed: Feed, attempt: Callable[[Made], T], replay: Replay | 
             if job.micro == 1:
                 raise OutOfMemory(
                     f"out of memory on {job.recipe.device} with a single row of {job.rows.length} tokens; "
-                    "set recompute=blocks, or start a new run with a smaller model.context or model.width"
+                    f"set recompute=blocks, or start a new run with a smaller {job.recipe.data.limit} or model.width"
                 ) from error
         # outside the handler: the traceback keeps alive what filled the memory
         forget(job)

@@ -52,7 +52,7 @@ from trivium.training.scaling import scaler
 from trivium.training.scratch import prepared, replaced
 from trivium.training.stages import stage
 from trivium.training.timeline import Timeline, times
-from trivium.training.validate import validate
+from trivium.training.validate import is_worth_compiling, validate
 
 START = "start.json"  # what the finished model keeps of the one that it began with
 _LARGEST = 1 << 20  # bytes of what is kept of a start
@@ -71,8 +71,17 @@ class Ground:
     shards: Shards
     task: Task
     spent: float = 0.0  # seconds of the budget that measuring took before the run
+    validation: float = 0.0  # seconds of one validation, as measured then
     # Packing takes a while: pairs are made once, when they are first asked for, also for all that `replace` makes.
     _made: dict[tuple[object, ...], Pairs | PackedPairs] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest row, of one side."""
+        rows = self.train
+        if isinstance(rows, PackedPairs):
+            return max(rows.widths)
+        return int(rows.sizes.max()) if isinstance(rows, Pairs) and len(rows) else self.task.length
 
     @property
     def train(self) -> Examples:
@@ -143,7 +152,7 @@ def lay(
         _check_length(ground)
         for sentence in _about_pairs(ground):
             say(sentence)
-        recipe = fitted(recipe, length=ground.task.length, say=say)
+        recipe = fitted(recipe, length=ground.longest, say=say)
         ground = replace(ground, recipe=recipe)
         _order(recipe, ground.train)
         _try_batches(ground)
@@ -163,7 +172,7 @@ def lay(
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             raise ConfigError(f"name: {taken(folder)}") from None
-    return replace(reopen(folder, ground.recipe), spent=ground.spent)
+    return replace(reopen(folder, ground.recipe), spent=ground.spent, validation=ground.validation)
 
 
 def reopen(folder: Path, recipe: Recipe) -> Ground:
@@ -300,7 +309,7 @@ def _extended(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
 def _with_micro(ground: Ground, say: Say, clock: Callable[[], float]) -> Recipe:
     """The recipe with as many rows at a time as fit the device."""
     recipe = ground.recipe
-    if recipe.batch.micro or not tried(torch.device(recipe.device)) or surely_fits(recipe, ground.task.length):
+    if recipe.batch.micro or not tried(torch.device(recipe.device)) or surely_fits(recipe, ground.longest):
         return recipe
     with stage("memory", say, clock) as current:
         micro = rows_that_fit(lambda: job(ground, 1))
@@ -342,7 +351,8 @@ def _with_budget(ground: Ground, say: Say, clock: Callable[[], float]) -> Ground
             f"{recipe.budget.minutes:g} minutes (evaluate.rows)"
         )
         recipe = replace(recipe, evaluate=replace(recipe.evaluate, rows=fewer))
-    return replace(ground, recipe=recipe, spent=timing.measuring)
+    each = timing.validation * (recipe.evaluate.rows or rows) / max(1, rows)
+    return replace(ground, recipe=recipe, spent=timing.measuring, validation=each)
 
 
 def _validated_rows(ground: Ground) -> int:
@@ -357,10 +367,13 @@ def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float
         return 0.0
     tokens = int(rows.sizes.max(axis=1).mean()) if isinstance(rows, Pairs) and recipe.batch.tokens else 1
     part = min(wanted, max(1, 4 * trial.micro // tokens))
+    # as the run will: the number of steps is not known yet, that of validations is, or they are few
+    often = times(recipe.evaluate.every, 1_000_000) if isinstance(recipe.evaluate.every, float) else 10
+    compiled = is_worth_compiling(trial, often * wanted)
     if recipe.compile != "off":  # once before the clock runs: a model in evaluation is another program to compile
-        validate(trial, rows, limit=part)
+        validate(trial, rows, limit=part, compiled=compiled)
     before = clock()
-    validate(trial, rows, limit=part)
+    validate(trial, rows, limit=part, compiled=compiled)
     return (clock() - before) * wanted / part
 
 
@@ -405,15 +418,16 @@ def _check_length(ground: Ground) -> None:
 
 def _about_pairs(ground: Ground) -> Iterator[str]:
     """What somebody who trains on pairs should know; a split of which no pair fits the model is refused."""
+    limit = ground.recipe.data.limit
     for name, rows in (("training", ground.train), ("validation", ground.valid)):
         if isinstance(rows, Rows):
             return
         if rows.too_long and not len(rows):
-            raise ConfigError(f"model.context: no {name} pair has both sides within {rows.length} tokens; raise it")
+            raise ConfigError(f"{limit}: no {name} pair has both sides within {rows.length} tokens; raise it")
         if rows.too_long:
             left = f"{name} pairs with a side of more than {rows.length} tokens, which are left out: {rows.too_long:,}"
             kept = len(rows.pairs) if isinstance(rows, PackedPairs) else len(rows)
-            yield f"{left} of {rows.too_long + kept:,} (model.context)"
+            yield f"{left} of {rows.too_long + kept:,} ({limit})"
     rows = ground.train
     order = _order(ground.recipe, rows)
     if isinstance(order, Buckets):

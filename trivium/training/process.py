@@ -57,8 +57,10 @@ def keep_freed_memory() -> Iterator[None]:
 def _keep_random_state(undo: ExitStack, device: torch.device) -> None:
     """Every step seeds torch's global generators; a caller's own random numbers go on where they were."""
     undo.callback(torch.set_rng_state, torch.get_rng_state())
-    if device.type == "cuda":
-        undo.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+    if device.type == "cuda" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # one seed is that of all GPUs
+        undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+    if torch.backends.mps.is_available():
+        undo.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
 
 
 def _be_deterministic(undo: ExitStack) -> None:

@@ -59,15 +59,16 @@ class BatchConfig:
 class Budget:
     """How long to train: one of the three. Minutes are a deadline, which the schedule follows by the clock."""
 
-    ALTERNATIVES: ClassVar = (("steps",), ("tokens",), ("minutes", "planned", "knots", "shares"))
+    ALTERNATIVES: ClassVar = (("steps",), ("tokens",), ("minutes", "planned", "knots", "shares", "skipped"))
     steps: int = 0
     tokens: int = 0
     minutes: float = 0.0
     # Written by a run with a budget in minutes, so that its file repeats it: the steps that its schedule counts in, and
-    # the share of the run that was over after some steps.
+    # the share of the run that was over after some steps, and the steps whose validation would have taken too long.
     planned: int = 0
     knots: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
+    skipped: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         accept(self)
@@ -81,7 +82,7 @@ class Budget:
         shares = (0.0, *self.shares, 1.0)
         if len(self.knots) != len(self.shares) or not rising or any(a > b for a, b in pairwise(shares)):
             raise ConfigError("knots: they do not rise together with budget.shares; leave both out")
-        if self.knots and not (self.minutes and self.planned):
+        if (self.knots or self.skipped) and not (self.minutes and self.planned):
             raise ConfigError("knots: they belong to a budget in minutes; leave them out")
 
     @property

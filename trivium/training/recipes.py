@@ -12,6 +12,7 @@ from trivium.errors import CheckpointError, ConfigError, shown
 from trivium.training.recipe import FIXED, Recipe
 
 RUNS = Path("runs")
+_DECIDED = ("planned", "knots", "shares", "skipped")  # of a budget, by the clock of a run
 
 
 def is_run(path: Path) -> bool:
@@ -75,7 +76,7 @@ def resumed_recipe(
         )
     if not (recipe.budget.steps or recipe.budget.planned):
         raise ConfigError("budget.steps: a run goes on for a number of steps; set budget.steps")
-    decided = ("budget.planned", "budget.knots", "budget.shares")
+    decided = tuple(f"budget.{name}" for name in _DECIDED)
     for key, value in ((key, value) for key, value in changed.items() if key not in decided):
         was = f"changed from {shown(before[key])} to {shown(value)}" if key in before else f"is {shown(value)} now"
         say(f"{key} {was}")
@@ -87,8 +88,15 @@ def _replanned(written: dict[str, Any], *layers: Mapping[str, Any]) -> dict[str,
     own = written.get("budget")
     if not isinstance(own, Mapping) or not any("budget" in layer for layer in layers):
         return written
-    decided = ("planned", "knots", "shares")
-    return {**written, "budget": {name: value for name, value in own.items() if name not in decided}}
+    return {**written, "budget": {name: value for name, value in own.items() if name not in _DECIDED}}
+
+
+def laid_over(recipe: Recipe, layer: Mapping[str, Any], parts: Sequence[type[Any]] = ()) -> Recipe:
+    """A recipe with a layer over it; another budget begins without what was decided for the old one."""
+    if "budget" in layer:
+        fresh = replace(recipe.budget, planned=0, knots=(), shares=(), skipped=())
+        recipe = replace(recipe, budget=fresh)
+    return settings.load(Recipe, layer, parts=parts, start=recipe) if layer else recipe
 
 
 def _explicit(written: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from trivium.training import prepare
 from trivium.training.device import settle
 from trivium.training.prepare import Say, Tick
 from trivium.training.recipe import Recipe
-from trivium.training.recipes import RUNS, is_run, read_recipe, resumed_recipe, with_data_below
+from trivium.training.recipes import RUNS, is_run, laid_over, read_recipe, resumed_recipe, with_data_below
 from trivium.training.scratch import sweep
 from trivium.training.session import Session
 
@@ -43,10 +43,8 @@ def open_run(
         recipe = resumed_recipe(source, layer, settle, parts=parts, say=say)
         sweep(source.absolute().parent)
         _check_data(source, recipe, say, tick)
-        return Session(prepare.reopen(source, recipe), say)
-    recipe = read_recipe(source, layer, parts=parts) if isinstance(source, Path) else source
-    if not isinstance(source, Path) and layer:
-        recipe = settings.load(Recipe, layer, parts=parts, start=recipe)
+        return Session(prepare.reopen(source, recipe))
+    recipe = read_recipe(source, layer, parts=parts) if isinstance(source, Path) else laid_over(source, layer, parts)
     recipe = with_data_below(recipe, data_dir)
     folder = runs / recipe.name
     if exists == "resume" and recipe.name and is_run(folder):
@@ -55,7 +53,7 @@ def open_run(
     tables = [*([settings.read(source)] if isinstance(source, Path) else []), layer]
     again = exists == "replace" and bool(recipe.name) and is_run(folder)
     ground = prepare.lay(recipe, runs, parts=parts, tables=tables, again=again, say=say, tick=tick)
-    return Session(ground, say)
+    return Session(ground)
 
 
 def _check_data(folder: Path, recipe: Recipe, say: Say, tick: Tick) -> None:

@@ -20,7 +20,7 @@ from trivium.files import write_atomic
 from trivium.training import prepare
 from trivium.training.deadline import Deadline, repeatable
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
-from trivium.training.fit import fitted
+from trivium.training.fit import require_fit
 from trivium.training.guards import Soundness, enough_memory, is_out_of_memory
 from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
@@ -49,14 +49,12 @@ class Session:
     def __init__(
         self,
         ground: Ground,
-        say: Say,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.ground = ground
         self.folder = ground.folder
         self.recipe = recipe = ground.recipe
-        self.say = say
         self.alert: Say = to_standard_error  # called by another thread while a step runs
         self.clock = clock
         self.sleep = sleep
@@ -74,6 +72,7 @@ class Session:
         self.record = Record(self.home, self.history, prepare.trackers(ground))
         self.notes: list[str] = []  # sentences on their way to becoming events
         self.lines = Retry("metrics.jsonl", self.notes.append)
+        self.decisions = Retry("timeline.jsonl", self.notes.append)
         self.saves = Retry("the checkpoint", self.notes.append)
         self.detector = self._detector()
         self.known: list[tuple[Update, float, float, bool]] = []  # read off the device and not yet written down
@@ -97,6 +96,8 @@ class Session:
 
     def _start_clock(self) -> None:
         self.pace = Pace(self.clock, self.ground.spent)
+        if self.ground.validation:
+            self.pace.last["validation"] = self.ground.validation
         self.deadline = Deadline(self.recipe.budget, self.pace, self.record.timeline)
 
     def _train(self, job: Job, signals: Signals) -> Generator[Event, None, Alarm | None]:
@@ -146,13 +147,13 @@ class Session:
     def _extend(self, job: Job) -> None:
         """Move the horizon of a budget in minutes on, and write down where to."""
         if self.deadline.extend(job.timeline, job.step):
-            self.lines.attempt(job.step, self.record.timeline.flush, now=True)
+            self.decisions.attempt(job.step, self.record.timeline.flush, now=True)
 
     def _due(self, step: int, timeline: Timeline) -> tuple[bool, bool]:
         """Whether validation and a sample follow this step."""
         sampling = bool(self.recipe.sample.every) and timeline.due(self.recipe.sample.every, step)
         validating = timeline.due(self.recipe.evaluate.every, step) and len(self.ground.valid) > 0
-        return validating and (self.deadline.allows_validation or timeline.ends(step)), sampling
+        return validating and (timeline.ends(step) or self.deadline.allows_validation(step)), sampling
 
     def _owed(self, job: Job) -> Iterator[Event]:
         """What a run that was stopped at this very step left out, so that its end is that of one never stopped."""
@@ -306,7 +307,7 @@ class Session:
                 )
             if changed := changed_sources(self.ground.shards):
                 raise CheckpointError(f"{changed[0]} has changed since the run began; restore it, or start a new run")
-        fitted(self.recipe, length=self.ground.task.length, say=self.notes.append)
+        require_fit(self.recipe, length=self.ground.longest)
         with stage("model", self.notes.append, self.clock) as current:
             job = prepare.job(self.ground, self.recipe.budget.timeline, begin=found is None)
             current.detail = f"{self.recipe.model.parameters():,} parameters"
@@ -420,7 +421,7 @@ class Session:
         origin = {**prepare.start_notes(self.folder), **origin}
         weights = job.weights_for_use() if tensors is None else tensors
         bundle.save(self.folder, self.recipe.model, weights, self.ground.tokenizer, origin)
-        self.home.describe(repeatable(self.recipe, job.timeline))
+        self.home.describe(repeatable(self.recipe, job.timeline, self.deadline.validations))
         write_atomic(self.folder / "report.html", report.page(self.folder).encode())
 
 

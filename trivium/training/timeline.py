@@ -91,23 +91,31 @@ class Timeline:
         """Whether something that happens `every` so often happens after `step`; the end always counts."""
         if self.ends(step):
             return True
+        if not every:
+            return False
         if self.is_fixed or not _is_share(every):
             return step % interval(every, self.total) == 0
         return int(self.share(step) / every) > int(self.share(step - 1) / every)
 
 
-def knots_of(rows: Iterable[Mapping[str, Any]], path: Path) -> list[Knot]:
-    """The knots in the rows of a journal."""
-    timeline = Timeline(0)
+def follow(timeline: Timeline, rows: Iterable[Mapping[str, Any]], path: Path) -> dict[int, bool]:
+    """Lead a timeline through the decisions in the rows of a journal; which validations were to be made, by step."""
+    validations: dict[int, bool] = {}
     try:
         for row in rows:
-            timeline.add(Knot(int(row["step"]), float(row["share"])))
+            step = int(row["step"])
+            if "validate" in row:
+                validations[step] = bool(row["validate"])
+            elif step or row["share"]:
+                timeline.add(Knot(step, float(row["share"])))
+            else:  # back to the beginning
+                timeline.knots.clear()
+        shares = (0.0, *(knot.share for knot in timeline.knots), 1.0)
+        if all(knot.step > 0 for knot in timeline.knots) and all(a <= b for a, b in pairwise(shares)):
+            return validations
     except (KeyError, TypeError, ValueError, OverflowError):
-        timeline.add(Knot(0, 0.0))
-    shares = (0.0, *(knot.share for knot in timeline.knots), 1.0)
-    if any(knot.step < 1 for knot in timeline.knots) or not all(a <= b for a, b in pairwise(shares)):
-        raise CheckpointError(f"{path} is damaged; delete it, and the run goes on by the clock")
-    return timeline.knots
+        pass
+    raise CheckpointError(f"{path} is damaged; delete it, and the run goes on by the clock")
 
 
 def interval(every: float, total: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -16,8 +17,9 @@ class Trend:
         self.patience = patience
         self.best, self.step, self.since = math.inf, 0, 0
         for row in rows:
-            if row.get("kind") == "valid" and isinstance(row.get("loss"), float):
-                self.see(row["step"], row["loss"])
+            if row.get("kind") == "valid":
+                with contextlib.suppress(KeyError, TypeError, ValueError):
+                    self.see(row["step"], float(row["loss"]))  # "nan" and "inf" are texts in JSON, and count
         self._warned = self.since >= _RISING
 
     def see(self, step: int, loss: float) -> None:

@@ -27,22 +27,27 @@ class Result(NamedTuple):
     bits_per_byte: float | None
 
 
-def validate(job: Job, rows: Examples, *, limit: int) -> Result:
-    """Score up to `limit` rows (0: all) with the weights for use; the order and the random numbers are fixed."""
+def validate(job: Job, rows: Examples, *, limit: int, compiled: bool | None = None) -> Result:
+    """Score up to `limit` rows (0: all) with the weights for use; the order and the random numbers are fixed.
+
+    Whether that is `compiled` is decided by how many rows all validations of the run read, unless it is said.
+    """
+    number = min(len(rows), limit) if limit else len(rows)
+    if compiled is None:
+        compiled = is_worth_compiling(job, times(job.recipe.evaluate.every, job.timeline.planned) * number)
     with job.in_use():
-        return _score(job, rows, min(len(rows), limit) if limit else len(rows))
+        return _score(job, rows, number, compiled)
 
 
 @torch.inference_mode()
-def _score(job: Job, rows: Examples, number: int) -> Result:
+def _score(job: Job, rows: Examples, number: int, compiled: bool) -> Result:
     job.model.eval()
     total, counts = torch.zeros((), dtype=torch.float64), [0, 0]
     rng = np.random.default_rng(0)  # one for all rows: what is masked does not depend on how many go at a time
-    worth = is_worth_compiling(job, number)
     for portion in _portions(job, rows, number):
         batch = job.task.inputs(rows.take(portion), rng)
         whole = isinstance(job.order, Buckets) or len(portion) == job.micro  # a last, shorter batch is another program
-        compute = job.compute if worth and whole else job.evaluate
+        compute = job.compute if compiled and whole else job.evaluate
         total = total + compute(batch.to(job.model.device)).to(total)
         counts = [counts[0] + batch.count, counts[1] + batch.second]
     loss = float(mean(total, counts))
@@ -54,12 +59,11 @@ def _score(job: Job, rows: Examples, number: int) -> Result:
 
 
 def is_worth_compiling(job: Job, rows: int) -> bool:
-    """Whether the validations of a run have enough batches to compile a model in evaluation for them.
+    """Whether so many rows in all validations of a run make enough batches to compile a model in evaluation for them.
 
     That is another program than training, 10 to 20 s of compiling on a GPU; it saves some 15 ms a batch of GPT-2's.
     """
-    many = times(job.recipe.evaluate.every, job.timeline.planned) * rows / max(1, job.micro)
-    return many > _BATCHES or isinstance(job.order, Buckets)
+    return rows / max(1, job.micro) > _BATCHES or isinstance(job.order, Buckets)
 
 
 def _portions(job: Job, rows: Examples, number: int) -> Iterator[RowNumbers]:

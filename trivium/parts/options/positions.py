@@ -117,7 +117,8 @@ class Shaw:
         _needs_heads("shaw", site)
         rows, copies = 2 * self.distance + 1, site.heads if self.tables == "per-head" else 1
         sizes = site.head + (site.value if self.values == "add" else 0)
-        return Cost(copies * rows * sizes, 2 * site.heads * rows * sizes)
+        # scores, weights and what the tables add to them
+        return Cost(copies * rows * sizes, 2 * site.heads * rows * sizes, kept=3 * site.heads * site.context)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +152,7 @@ class Buckets:
         exact = self.buckets // (2 if site.causal else 4)
         if self.distance <= exact:
             raise ConfigError(f"distance: {self.distance} is not beyond the {exact} that have a bucket each; try 128")
-        return Cost(self.buckets * site.heads)
+        return Cost(self.buckets * site.heads, kept=site.heads * site.context)  # the weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
