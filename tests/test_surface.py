@@ -7,16 +7,21 @@ import rlcompleter
 import subprocess
 import sys
 import typing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trivium as tv
-from trivium.errors import BusyError, ConfigError, DataError, RequestError
+from trivium.errors import BusyError, CheckpointError, ConfigError, DataError, RequestError
 from trivium.files import Lock
 from trivium.handle import Model
+from trivium.models.config import Stack
+from trivium.models.options import Block
 from trivium.objectives.options import Masked
+from trivium.parts.options.norms import RMSNorm
 from trivium.text.kinds import Bytes
 
 SMALL: dict[str, Any] = {
@@ -134,3 +139,36 @@ def test_a_cell_that_is_run_again_resumes_or_replaces(settings: dict[str, Any], 
     with pytest.raises(ConfigError, match="lies in the run that is to be replaced"):
         tv.train(tv.Recipe(), {**start, "start": str(first.path)}, runs=runs, exists="replace", quiet=True)
     assert tv.train(tv.Recipe(), {**settings, "name": "new"}, runs=runs, exists="resume", quiet=True).path.name == "new"
+
+
+def test_a_cell_that_is_run_again_with_other_settings_says_what_it_does(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    again = partial(tv.train, tv.Recipe(), runs=tmp_path / "runs", exists="resume", quiet=True)
+    assert again(overrides=settings).metrics == again(overrides=settings).metrics
+    run = again(overrides={**settings, "budget.steps": 6})
+    assert max(row["step"] for row in run.metrics) == 6
+    with pytest.raises(CheckpointError, match=r"model\.width was 16, not 32"):
+        again(overrides={**settings, "budget.steps": 6, "model.width": 32})
+    wrong: Any
+    for wrong, said in ((run.path, "is a run; give the recipe"), ({"data": 1}, "give a recipe")):
+        with pytest.raises(RequestError, match=said):
+            tv.train(wrong, exists="replace")
+    with pytest.raises(RequestError, match="none of refuse, resume and replace"):
+        tv.train(tv.Recipe(), settings, exists="bogus")  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnNorm(RMSNorm):
+    """A part of another package."""
+
+
+def test_a_run_with_a_part_of_ones_own_gives_its_model(settings: dict[str, Any], tmp_path: Path) -> None:
+    mine = {**settings, "model.decoder.block.norm": OwnNorm()}
+    run = tv.train(tv.Recipe(), overrides=mine, runs=tmp_path / "runs", quiet=True)
+    stack = run.model.config.decoder
+    assert isinstance(stack, Stack)
+    assert isinstance(stack.block, Block)
+    assert isinstance(stack.block.norm, OwnNorm)
+    with pytest.raises(CheckpointError, match=r"passed as parts=\[OwnNorm\]"):
+        tv.load(run.path)

@@ -16,7 +16,7 @@ from trivium import records, threads
 from trivium.checkpoints import bundle, format
 from trivium.checkpoints.format import Stored
 from trivium.checkpoints.manifest import MANIFEST
-from trivium.checkpoints.model_files import has_model
+from trivium.checkpoints.model_files import has_model, require_there
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, RequestError, shown, with_file_errors
 from trivium.evaluation.likelihood import Score
@@ -140,11 +140,7 @@ def load(
     that is free are refused unless `memory` is "try".
     """
     folder, told = as_path(path), say or printed
-    if not folder.exists():
-        hint = "`trivium runs` lists what is here"
-        if len(folder.parts) == 2 and not folder.parent.exists():  # the name of a repository elsewhere
-            hint = f"trivium downloads nothing: `hf download {folder} --local-dir {folder.name}`, then name that folder"
-        raise CheckpointError(f"{folder} does not exist; {hint}")
+    require_there(folder)
     if type(average) is not int or average < 0:
         raise RequestError(f"average: {shown(average)} is not a number of checkpoints; 0 loads the model as it is")
     if type(bits) is not int or bits not in (0, 4, 8):
@@ -270,8 +266,15 @@ def train(
     `exists`, the call is refused; with "resume" that run goes on with the settings that it began with, and with
     "replace" the new one takes its place once it has been prepared. So a cell of a notebook can be run again.
     """
+    if not isinstance(exists, str) or exists not in ("refuse", "resume", "replace"):
+        raise RequestError(f"exists: {shown(exists)} is none of refuse, resume and replace")
+    if isinstance(source, Mapping):
+        raise RequestError(
+            "source: give a recipe (its file, or tv.Recipe()) or a run's folder; settings are overrides="
+        )
     if not isinstance(quiet, bool):
         raise RequestError(f"quiet: expects true or false, not {shown(quiet)}")
+    parts = (*parts, *settings.outside(source if isinstance(source, Recipe) else None, overrides))
     say: Say = (lambda text: None) if quiet else printed
     session = open_run(
         source if isinstance(source, Recipe) else as_path(source),

@@ -86,9 +86,18 @@ def _read(path: Path, content: Callable[[], bytes]) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
+        raise ConfigError(f"{path} is not TOML: {error}{_meant(path)}") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; name a TOML file") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; name a TOML file{_meant(path)}") from None
+
+
+def _meant(path: Path) -> str:
+    """What somebody probably wants who names another file where a recipe belongs."""
+    if path.suffix in (".txt", ".gz", ".xz", ".jsonl"):
+        return f"; to train on this text, write a recipe with data.paths = [{path.name!r}]"
+    if path.suffix in (".gguf", ".bin", ".safetensors"):
+        return f"; to train this model, write a recipe with start = {path.name!r}"
+    return ""
 
 
 def assignments(pairs: Iterable[str]) -> dict[str, Any]:
@@ -244,7 +253,9 @@ class _Loader:
 
     def kind(self, table: Mapping[str, type[Any]], name: Any, key: str) -> Any:
         cls = (table.get(name) or self.parts.get(name)) if isinstance(name, str) else None
-        return cls or self.fail(f"{key}.kind", f"there is no kind {_show(name)}{_nearest(name, table)}")
+        own = isinstance(name, str) and name[:1].isupper() and name.isidentifier()
+        hint = f"; a part of your own is passed as parts=[{name}]" if own and len(name) < _KEY else ""
+        return cls or self.fail(f"{key}.kind", f"there is no kind {_show(name)}{hint or _nearest(name, table)}")
 
     def fields(self, base: Any, layers: list[dict[str, Any]], key: str) -> Any:
         cls = type(base)
@@ -378,6 +389,19 @@ def _cut(key: str) -> str:
 
 def _nearest(name: object, names: Iterable[Any]) -> str:
     return nearest(name[:_KEY] if isinstance(name, str) else "", names)
+
+
+def outside(*values: object) -> list[type[Any]]:
+    """The classes of other packages that stand as parts somewhere in options or in tables of them."""
+    found: dict[type[Any], None] = {}
+    for value in values:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            if not type(value).__module__.startswith("trivium."):
+                found[type(value)] = None
+            found |= dict.fromkeys(outside(*(getattr(value, field.name) for field in dataclasses.fields(value))))
+        elif isinstance(value, Mapping):
+            found |= dict.fromkeys(outside(*value.values()))
+    return list(found)
 
 
 def unknown(what: str, name: str, names: Iterable[str]) -> ConfigError:

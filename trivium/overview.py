@@ -10,7 +10,7 @@ from trivium import config as settings
 from trivium import records
 from trivium.checkpoints.card import card
 from trivium.checkpoints.manifest import manifest
-from trivium.checkpoints.model_files import has_model
+from trivium.checkpoints.model_files import has_model, require_there
 from trivium.errors import CheckpointError, ConfigError, with_file_errors
 from trivium.files import as_path
 from trivium.models.config import ModelConfig
@@ -22,6 +22,7 @@ from trivium.training.recipes import is_run
 def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, Any]:
     """What a run or a saved model says of itself, as plain values."""
     path = as_path(folder)
+    require_there(path)
     if (home := records.run_of(path)) is not None:
         return _checkpoint(path, home, parts)
     if not (is_run(path) or has_model(path)):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.battery import close, lively, logits, mute, read, some_ids
 from tests.cases import CASES, SHRUNK, Case
-from trivium.checkpoints import bundle
+from trivium.checkpoints import bundle, card
 from trivium.checkpoints.bundle import Bundle, open_bundle, save
 from trivium.errors import CheckpointError, ConfigError, RequestError
 from trivium.files import sha256
@@ -230,7 +230,7 @@ def test_a_float_model_is_saved_as_before(tmp_path: Path) -> None:
 
 def test_a_trivium_that_knows_only_floats_refuses_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(quantized(SOME[0].config, 8), tmp_path)
-    monkeypatch.setattr(bundle, "FORMAT", 1)
+    monkeypatch.setattr(card, "FORMAT", 1)
     with pytest.raises(CheckpointError, match=r"written by a newer trivium \(format 2\)"):
         open_bundle(tmp_path)
 
@@ -239,8 +239,8 @@ def resealed(folder: Path, tensors: dict[str, Tensor] | None = None, **facts: An
     """The folder with other tensors or facts, its hashes right: a stranger's file, not a damaged one."""
     if tensors is not None:
         save_file(tensors, folder / bundle.WEIGHTS)
-    card = json.loads((folder / bundle.CARD).read_text()) | facts
-    (folder / bundle.CARD).write_text(json.dumps(card | {"weights": sha256(folder / bundle.WEIGHTS)}))
+    told = json.loads((folder / bundle.CARD).read_text()) | facts
+    (folder / bundle.CARD).write_text(json.dumps(told | {"weights": sha256(folder / bundle.WEIGHTS)}))
     return folder
 
 

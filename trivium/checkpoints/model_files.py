@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from trivium.errors import CheckpointError
 from trivium.files import Lock, remove, sync_folder, temporary
 
 WEIGHTS, CARD, TOKENIZER = "model.safetensors", "model.json", "tokenizer.json"
@@ -34,6 +35,16 @@ def home_of(folder: Path, name: str) -> Path:
 def has_model(folder: Path) -> bool:
     """Whether a folder holds a saved model."""
     return (home_of(folder, CARD) / CARD).is_file()
+
+
+def require_there(path: Path) -> None:
+    """Refuse a model that does not exist, before torch is imported to open it."""
+    if path.exists():
+        return
+    hint = "`trivium runs` lists what is here"
+    if len(path.parts) == 2 and path.parts[0] != "runs" and not path.parent.exists():  # the name of a repository
+        hint = f"trivium downloads nothing: `hf download {path} --local-dir {path.name}`, then name that folder"
+    raise CheckpointError(f"{path} does not exist; {hint}")
 
 
 def is_vacant(folder: Path) -> bool:

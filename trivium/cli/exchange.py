@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from trivium.files import exists_already
 
 KINDS = ("hf", "gguf", "onnx", "trivium")
 _COMPARED = 200_000  # characters on which bits per byte are compared
+_BRIEF = 10_000  # the same if nobody named a text
 
 
 def bring(
@@ -53,7 +55,7 @@ def export(
     bits: Annotated[int, typer.Option(help="gguf: 32, 16 or 8. trivium: 8 or 4, weights alone.")] = 0,
     text: Annotated[
         Path | None,
-        typer.Option(help="The text to compare bits per byte on; without it the run's own for validation."),
+        typer.Option(help="The text to compare bits per byte on; else that of the run's validation, or Shakespeare."),
     ] = None,
     average: Annotated[int, typer.Option(help="Use the mean of the run's newest K checkpoints.", metavar="K")] = 0,
     memory: Fit = "check",
@@ -69,7 +71,7 @@ def export(
     with watcher() as watch:
         m = api.load(model, device="cpu", average=average, memory=fit(memory), say=watch.say, tick=watch.tick)
         if kind == "trivium":
-            _smaller(m, model, out, bits, text)
+            _smaller(m, model, out, bits, text, watch.say)
             return
         where = m.export(_kind(kind), out, bits=bits or 32, say=watch.say)
     typer.echo(str(where))
@@ -79,7 +81,7 @@ def _kind(kind: str) -> Any:
     return kind
 
 
-def _smaller(m: Any, model: Path, out: Path, bits: int, text: Path | None) -> None:
+def _smaller(m: Any, model: Path, out: Path, bits: int, text: Path | None, say: Callable[[str], None]) -> None:
     """Quantise, save, read back, and print size and bits per byte of both."""
     from trivium.checkpoints.bundle import Bundle
     from trivium.evaluation.likelihood import score_text
@@ -90,7 +92,10 @@ def _smaller(m: Any, model: Path, out: Path, bits: int, text: Path | None) -> No
     name, sample = _sample(m, model, text)
 
     def score(module: Any) -> float:
-        return score_text(module, m.tokenizer, sample).bits_per_byte if m.config.family == "decoder" else float("nan")
+        if m.config.family != "decoder":
+            return float("nan")
+        say(f"scoring {len(sample):,} characters of {name}")
+        return score_text(module, m.tokenizer, sample).bits_per_byte
 
     found = export_bits(Bundle(m.module, m.tokenizer, m.notes), out, bits, score=score)
     report = found.report
@@ -117,4 +122,4 @@ def _sample(m: Any, model: Path, text: Path | None) -> tuple[str, str]:
         found = m.tokenizer.decode([int(id) for id in ids if id != m.tokenizer.end])
         if found:
             return "the run's validation text", found[:_COMPARED]
-    return "the last tenth of Tiny Shakespeare", text_of("shakespeare-test.txt.gz")[:_COMPARED]
+    return "the last tenth of Tiny Shakespeare", text_of("shakespeare-test.txt.gz")[:_BRIEF]

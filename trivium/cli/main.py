@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trivium import __version__
 from trivium.cli import evaluate, exchange, generate, runs, use
 from trivium.cli.printing import Json, bits, cell, print_json, print_table
 from trivium.cli.text import data_app, tokenizer_app
@@ -35,9 +36,18 @@ _DEEPEST = 4  # tables inside each other
 _WIDEST = 80  # characters of a note
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trivium {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
 ) -> None:
     """One workshop for every Transformer: build it, train it, use it."""
 

@@ -102,7 +102,10 @@ def _total(settings: dict[str, Any]) -> int | None:
     budget = settings.get("budget")
     if not isinstance(budget, dict):
         raise Broken(f"{records.CONFIG} has no budget")
-    return _count(budget.get("steps"))
+    knots, shares = budget.get("knots"), budget.get("shares")
+    if isinstance(knots, list) and knots and isinstance(shares, list) and shares[-1:] == [1.0]:
+        return _count(knots[-1])  # a budget in minutes that is over
+    return _count(budget.get("steps")) or None
 
 
 def _family(model: object) -> str:

@@ -10,13 +10,21 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
+from trivium.checkpoints.model_files import require_there
 from trivium.cli.printing import Json, is_piped, print_json, quoted, standard_input
 from trivium.errors import RequestError, shown
+
+
+def _there(path: Path) -> Path:
+    require_there(path)
+    return path
+
 
 ModelPath = Annotated[
     Path,
     typer.Argument(
-        help="A run, a saved model, a Hugging Face folder or a .gguf file. RUN/checkpoints/step-N is one checkpoint."
+        callback=_there,
+        help="A run, a saved model, a Hugging Face folder or a .gguf file. RUN/checkpoints/step-N is one checkpoint.",
     ),
 ]
 Texts = Annotated[list[str] | None, typer.Argument(help="The texts; without any (or with -), lines of a pipe.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import cast
@@ -53,9 +54,10 @@ def texts_of(name: str, given: object) -> list[str]:
 
 def items_of(name: str, given: object, wanted: str) -> list[object]:
     """What a caller gave as a list of something."""
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes | bytearray | Mapping):
-        raise RequestError(f"{name}: {_shown(given)} is not a text; give {wanted}")
-    return list(given)
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping):
+        with contextlib.suppress(TypeError):  # a tensor of no dimension says that it has items
+            return list(given)
+    raise RequestError(f"{name}: {_shown(given)} is not a text; give {wanted}")
 
 
 def _shown(value: object) -> str:

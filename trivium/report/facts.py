@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trivium import records
@@ -23,9 +24,9 @@ _LEARNS = {
 }
 
 
-def use_of(about: Mapping[str, Any], run: Path) -> str:
+def use_of(about: Mapping[str, Any], folder: Path) -> str:
     """The command that uses a trained model, by what it was trained for."""
-    family, objective = about.get("family"), about.get("objective")
+    family, objective, run = about.get("family"), about.get("objective"), quote(str(folder))
     if family == "encoder":
         filling = f"trivium fill {run} 'A text with one [MASK] in it.'"
         return filling if objective in _FILLS else f"trivium embed {run} 'A text.'"
@@ -48,7 +49,7 @@ def facts(folder: Path, about: Row, trained: list[Row]) -> str:
         "Machine": _machine(folder),
     }
     lines = [f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items() if text]
-    more = f"trivium train {run} budget.steps={2 * trained[-1]['step']}" if trained else f"trivium train {run}"
+    more = f"trivium train {quote(str(run))}" + (f" budget.steps={2 * trained[-1]['step']}" if trained else "")
     for name, command in (("Use it", use_of(about, run)), ("Go on with it", more)):
         lines.append(f"<tr><th>{name}</th><td><code>{escape(command)}</code></td></tr>")
     return f'<table class="facts">{"".join(lines)}</table>'

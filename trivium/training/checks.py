@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 from trivium.data import shards as data
@@ -84,7 +85,7 @@ def ready(
 
 def taken(folder: Path) -> str:
     """The sentence about a run's folder that is there already."""
-    return f"{folder} exists already; go on with `trivium train {folder}` or set another name"
+    return f"{folder} exists already; go on with `trivium train {quote(str(folder))}` or set another name"
 
 
 def _checks(recipe: Recipe) -> Iterator[Callable[[], object]]:

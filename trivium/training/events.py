@@ -56,10 +56,8 @@ def line(event: Event) -> str:
     """An event as plain text; empty for those that need none."""
     match event:
         case Progress(step, total, loss, norm, rate, speed, left):
-            return (
-                f"step {step:>6}/{total}  loss {loss:.4f}  norm {norm:.2f}  rate {rate:.2e}  "
-                f"{speed:>9,.0f} tok/s  {duration(left)} left"
-            )
+            pace = f"  {speed:>9,.0f} tok/s  {duration(left)} left" if speed else ""  # two steps make a speed
+            return f"step {step:>6}/{total}  loss {loss:.4f}  norm {norm:.2f}  rate {rate:.2e}{pace}"
         case Validated(step, loss, bits, best):
             measured = "" if bits is None else f"  {bits:.4f} bits/byte"
             return f"step {step:>6}  valid {loss:.4f}{measured}{'  best' if best else ''}"

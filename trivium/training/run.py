@@ -9,6 +9,7 @@ from typing import Any, Literal
 from trivium import config as settings
 from trivium.data import shards as data
 from trivium.data.pairs import build
+from trivium.errors import RequestError
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import prepare
 from trivium.training.device import settle
@@ -40,6 +41,8 @@ def open_run(
     becomes of a run of the same name.
     """
     if isinstance(source, Path) and source.is_dir():
+        if exists == "replace":
+            raise RequestError(f"exists: {source} is a run; give the recipe of the one that shall replace it")
         recipe = resumed_recipe(source, layer, settle, parts=parts, say=say)
         sweep(source.absolute().parent)
         _check_data(source, recipe, say, tick)
@@ -48,12 +51,30 @@ def open_run(
     recipe = with_data_below(recipe, data_dir)
     folder = runs / recipe.name
     if exists == "resume" and recipe.name and is_run(folder):
-        say(f"{folder} goes on with the settings that it began with")
-        return open_run(folder, {}, parts=parts, say=say, tick=tick)
+        say(f"{folder} exists and goes on")
+        return open_run(folder, _changes(folder, recipe, layer, parts), parts=parts, say=say, tick=tick)
     tables = [*([settings.read(source)] if isinstance(source, Path) else []), layer]
     again = exists == "replace" and bool(recipe.name) and is_run(folder)
     ground = prepare.lay(recipe, runs, parts=parts, tables=tables, again=again, say=say, tick=tick)
     return Session(ground)
+
+
+def _changes(folder: Path, recipe: Recipe, layer: Mapping[str, Any], parts: Sequence[type[Any]]) -> dict[str, Any]:
+    """What was asked for explicitly, is not as a run began, and is not data, which is resolved by then."""
+    before = settings.flat(settings.load(Recipe, settings.read_of(folder), parts=parts))
+    now = settings.flat(recipe)
+    asked = [key for key in before.keys() & now.keys() if _is_set(layer, key) and not key.startswith(("data.", "name"))]
+    return settings.overrides({key: now[key] for key in asked if repr(before[key]) != repr(now[key])})
+
+
+def _is_set(layer: Mapping[str, Any], key: str) -> bool:
+    """Whether a layer sets a leaf by its own name."""
+    value: Any = layer
+    for step in key.split("."):
+        if not isinstance(value, Mapping) or step not in value:
+            return False
+        value = value[step]
+    return True
 
 
 def _check_data(folder: Path, recipe: Recipe, say: Say, tick: Tick) -> None:
