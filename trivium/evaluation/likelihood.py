@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.errors import RequestError
+from trivium.errors import RequestError, shown
 from trivium.generation.checks import require_whole
 from trivium.generation.engine import evaluating
 from trivium.models.transformer import Transformer
@@ -145,7 +145,9 @@ def score_many(
         raise RequestError(f"the likelihood of a text needs a decoder, this model is an {model.config.family}")
     require_whole("stride", stride, None, None, "0 means the context")
     if not 0 <= stride <= context:
-        raise RequestError(f"stride: {stride} is not between 1 and the context of {context}; 0 means the context")
+        raise RequestError(
+            f"stride: {shown(stride)} is not between 1 and the context of {context}; 0 means the context"
+        )
     given = [_array(ids, model.config.vocab) for ids in texts]
     jobs = [
         _Job(text, window) for text, ids in enumerate(given) for window in windows(len(ids), context, stride or context)

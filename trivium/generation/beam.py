@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trivium.errors import RequestError
+from trivium.errors import RequestError, shown
 from trivium.generation.beams import KERNELS, pools_of, room_for, together
 from trivium.generation.checks import TOKENS, require_number, require_whole
 from trivium.generation.coverage import Coverage
@@ -46,7 +46,7 @@ class Beam:
         require_number("coverage", self.coverage, 0, 100, "0 is no penalty, try 0.2")
         require_whole("n", self.n, 1, None, "ask for at least one text")
         if self.n > self.beams:
-            raise RequestError(f"n: {self.n} is not between 1 and the number of beams, {self.beams}")
+            raise RequestError(f"n: {shown(self.n)} is not between 1 and the number of beams, {self.beams}")
 
     def penalty(self, length: int) -> float:
         """What the log-probability of a text of so many tokens is divided by."""

@@ -15,13 +15,19 @@ SAMPLES = 10_000  # of one prompt
 
 def require_whole(name: str, value: object, least: int | None, most: int | None, hint: str) -> None:
     """Refuse what is no whole number, or not within these bounds."""
-    if not isinstance(value, Integral):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise RequestError(f"{name}: {_shown(value)} is not a whole number; {hint}")
     number = int(value)
     if least is not None and number < least:
         raise RequestError(f"{name}: {_shown(number)} is less than {least}; {hint}")
     if most is not None and number > most:
         raise RequestError(f"{name}: {_shown(number)} is more than {most:,}; {hint}")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Refuse what is neither true nor false."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}: {_shown(value)} is neither true nor false")
 
 
 def require_number(name: str, value: object, least: float, most: float, hint: str, *, above: bool = False) -> None:

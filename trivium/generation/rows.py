@@ -12,6 +12,8 @@ from trivium.generation.scorer import Prompt
 
 Reason = Literal["", "end", "length", "context"]
 
+_SEEDS = 2**128
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -31,7 +33,7 @@ class Request:
             raise RequestError("the prompt has no tokens; begin an empty one with the END id")
         require_whole("tokens", self.tokens, 1, TOKENS, f"ask for 1 to {TOKENS:,} new tokens")
         require_whole("logprobs", self.logprobs, 0, None, "0 gives none")
-        require_whole("seed", self.seed, None, None, "any whole number will do")
+        require_whole("seed", self.seed, -_SEEDS, _SEEDS, "any whole number of 128 bits will do")
 
     @property
     def prompt(self) -> Prompt:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trivium.errors import RequestError
+from trivium.errors import RequestError, shown
 from trivium.generation.engine import Request, Stream, Token, logprobs_of
 from trivium.generation.graphs import current
 from trivium.generation.rows import Row
@@ -225,8 +225,8 @@ def speculative(
             raise RequestError(
                 f"speculate: the draft has {small.vocab} ids and the model {large.vocab}; both need one tokenizer"
             )
-    elif speculate != "lookup":
-        raise RequestError(f'speculate: {speculate!r} is neither "lookup" nor a model')
+    elif not (isinstance(speculate, str) and speculate == "lookup"):
+        raise RequestError(f'speculate: {shown(speculate)} is neither "lookup" nor a model')
     vocab = min(vocab or scorer.vocab, scorer.vocab)
     scorer.check([request.prompt for request in requests], vocab)
     require_roll_back(*scorer.models, *([speculate] if isinstance(speculate, Transformer) else []))

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from trivium.errors import RequestError
-from trivium.generation.checks import SAMPLES, require_whole, texts_of
+from trivium.generation.checks import SAMPLES, require_bool, require_whole, texts_of
 from trivium.generation.engine import Request, Stream, Token, continuous, stream
 from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Prompt, Scorer
@@ -206,6 +206,7 @@ def complete(
     transcripts = [Transcript(tokenizer, stop, continued(tokenizer, prompt)) for prompt in read for _ in range(n)]
     # all are checked before the first is decoded; equal lengths together need no padding
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids + requests[index].source))
+    require_bool("slide", slide)
     together = len(order) if continuous(scorer, requests, slide=slide) else rows
     chunks = [order[first : first + together] for first in range(0, len(order), max(together, 1))]
     limits: dict[str, Any] = {"end": tokenizer.end, "vocab": tokenizer.size, "banned": never(tokenizer)}
@@ -248,6 +249,7 @@ def stream_text(
     scorer = model if isinstance(model, Scorer) else Scorer(model)
     read = prompt_of(scorer, tokenizer, prompt) if isinstance(prompt, str) else prompt
     request = _request(read, tokens, sampling, seed, logprobs, stop_ids)
+    require_bool("slide", slide)
     decoding = stream(scorer, [request], end=tokenizer.end, slide=slide, vocab=tokenizer.size, banned=never(tokenizer))
     transcript = Transcript(tokenizer, stop, continued(tokenizer, read))
 
