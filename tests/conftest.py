@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # torch may come before trivium here, which says so on a busy machine
 
 
 @pytest.fixture(scope="session", autouse=True)
