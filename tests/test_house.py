@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "trivium"
 ROWS = (
-    ("errors", "layers", "suggest", "threads"),  # needs nothing of the others
+    ("errors", "layers", "suggest", "threads", "config_write"),  # needs nothing of the others
     ("files",),  # bounded reads, for those below
     ("records",),
     ("config", "report", "stats"),

@@ -135,7 +135,7 @@ def load(
     """The model in a run's folder (or one written by `m.save`); an unfinished run gives its newest checkpoint.
 
     `RUN/checkpoints/step-N` opens that checkpoint. A folder of Hugging Face, a .gguf file or a llama2.c .bin file opens
-    too; what was not read of its settings is told through `say`. `average` = k gives the mean of the weights of the
+    too; `say` receives the names of settings that were not read. `average` = k gives the mean of the weights of the
     run's newest k checkpoints instead; `bits` = 8 or 4 quantises the weights. Weights that are larger than the memory
     that is free are refused unless `memory` is "try".
     """

@@ -1,4 +1,4 @@
-"""`trivium generate`, `translate` and `chat` as somebody at a terminal or behind a pipe meets them."""
+"""`trivium generate`, `translate` and `chat` in a terminal and in a pipe."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_leftovers_of_killed_processes_are_removed_and_those_of_living_ones_are_
     assert all((path / "file").exists() for path in kept)
     left = run / f".tmp-model.json-{dead}"
     left.touch()
-    with Lock(run):  # somebody is at work there
+    with Lock(run):  # another process writes into the run
         lines(call)
         assert left.exists()
     lines(call)

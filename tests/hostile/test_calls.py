@@ -9,7 +9,6 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +186,6 @@ def abuse(of: object, specs: Mapping[str, Spec], rounds: int, seed: int) -> None
     assert refused > rounds // 3
 
 
-@pytest.mark.skipif(find_spec("trivium.generation.checks") is None, reason="generation does not check its values yet")
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])
 def test_wrong_calls_of_a_model_are_answered_in_a_sentence(
     family: str, workplace: Path, count: Callable[[int, int], int]

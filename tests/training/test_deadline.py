@@ -292,7 +292,7 @@ def test_a_run_in_minutes_goes_back_to_its_beginning(
 
 
 def _planted(real: Callable[..., Any], bad: list[bool], clock: Clock) -> Callable[..., Any]:
-    """A detector that is told of a number that is not finite at step 4, once."""
+    """`Detector.see` with a non-finite loss at step 4, once."""
 
     def see(self: Any, step: int, loss: float, norm: float, **named: Any) -> Any:
         if step == 4 and bad:

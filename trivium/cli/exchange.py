@@ -15,7 +15,7 @@ from trivium.files import exists_already
 
 KINDS = ("hf", "gguf", "onnx", "trivium")
 _COMPARED = 200_000  # characters on which bits per byte are compared
-_BRIEF = 10_000  # the same if nobody named a text
+_BRIEF = 10_000  # the same without --text
 
 
 def bring(

@@ -90,7 +90,7 @@ def generate(
 def _prompts(given: list[str]) -> list[str]:
     """The prompts of the command line; what is piped in stands for - and for none at all.
 
-    A pipe that is empty is an empty prompt, as it is where nobody can type: a job of a scheduler has no terminal.
+    An empty pipe is an empty prompt, as in a batch job, which has no terminal.
     """
     if not given and not is_piped():
         return [""]
@@ -157,7 +157,7 @@ def _answer(prompt: str, samples: list[Any]) -> dict[str, Any]:
 
 def chat(
     model: ModelPath,
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    system: Annotated[str, typer.Option(help="The system prompt.")] = "",
     tokens: Annotated[int, typer.Option(help="The longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.9,
