@@ -17,6 +17,7 @@ class Batch:
     targets: dict[str, Tensor]  # "labels", and "where" if only some positions are looked at
     count: int
     second: int = 0  # the labels of a second head
+    odd: bool = False  # has a mask for the last row of a text, which other batches of its kind go without
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`; to a GPU the copy runs beside the computation."""

@@ -131,9 +131,10 @@ class DenoiseTask:
         inputs = {"source": torch.from_numpy(source_BS), "tokens": tokens}
         real_BS = np.arange(source_BS.shape[1]) < sources_B[:, None]
         # Spans give every row the same length, but for the last one of a text.
-        if self.options.noise == "iid" or not real_BS.all():
+        odd = self.options.noise == "span" and not real_BS.all()
+        if odd or self.options.noise == "iid":
             inputs["source_padding"] = torch.from_numpy(real_BS)
-        return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels))
+        return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels), odd=odd)
 
     def _in_one(self, source_BS: Ids, sources_B: Ids, target_BT: Ids, targets_B: Ids) -> Batch:
         at_BJ = np.broadcast_to(np.arange(self.room.joined), (len(source_BS), self.room.joined))

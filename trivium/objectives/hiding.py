@@ -109,11 +109,16 @@ def inputs(framed: Framed, tokens_BT: Ids) -> dict[str, Tensor]:
     given = {"tokens": torch.from_numpy(tokens_BT)}
     length = tokens_BT.shape[1]
     # Of cut rows only the last of a text is short: all other batches go without a mask, and so by the fast kernels.
-    if framed.segments is not None or framed.lengths.min(initial=length) < length:
+    if framed.segments is not None or is_odd(framed):
         given["padding"] = torch.from_numpy(real(framed.lengths, length))
     if framed.segments is not None:
         given["segments"] = torch.from_numpy(framed.segments)
     return given
+
+
+def is_odd(framed: Framed) -> bool:
+    """Whether one of the rows is short where others are not: their rows are cut from a text."""
+    return framed.segments is None and bool((framed.lengths < framed.ids.shape[1]).any())
 
 
 def filled(values_N: Ids, size: int, fill: int) -> Tensor:

@@ -200,11 +200,13 @@ def computation(
     autocast: Callable[[], AbstractContextManager[object]],
     compiled: bool,
     ragged: bool = False,
+    odd: bool = True,
 ) -> Callable[[Batch], Tensor]:
     """The road from a batch to its summed loss as one function, so that the compiler sees all of it.
 
     A model that is not in training is judged by what validation reports. Batches that are `ragged` have many shapes,
-    for which the compiler makes one program and not one each.
+    for which the compiler makes one program and not one each; those that are `odd` get one only if that is said, since
+    compiling takes 20 s or more on a GPU, and one of them may come in an epoch.
     """
 
     def loss(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
@@ -216,6 +218,6 @@ def computation(
 
     def compute(batch: Batch) -> Tensor:
         with autocast():
-            return function(batch.inputs, batch.targets)
+            return (loss if batch.odd and not odd else function)(batch.inputs, batch.targets)
 
     return compute

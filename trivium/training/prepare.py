@@ -209,6 +209,8 @@ def job(ground: Ground, total: int | Timeline, *, begin: bool = True) -> Job:
     optimizer, twins = recipe.optim.build(model), None
     if twinned(recipe):
         optimizer, twins = with_twins(optimizer, model)
+    order, compiled, pairs = _order(recipe, rows), recipe.compile != "off", isinstance(rows, Pairs)
+    often = len(rows) < _OFTEN * order.size
     made = Job(
         recipe=recipe,
         model=model,
@@ -218,9 +220,9 @@ def job(ground: Ground, total: int | Timeline, *, begin: bool = True) -> Job:
         average=recipe.average.build(model),
         scaler=scaler(recipe.precision),
         rows=rows,
-        order=_order(recipe, rows),
+        order=order,
         soundness=Soundness(recipe.nonfinite, device),
-        compute=computation(model, ground.task, autocast(recipe), recipe.compile != "off", isinstance(rows, Pairs)),
+        compute=computation(model, ground.task, autocast(recipe), compiled, pairs, often),
         evaluate=computation(model, ground.task, autocast(recipe), False),
         timeline=total if isinstance(total, Timeline) else Timeline.fixed(total),
         micro=recipe.micro,
@@ -232,6 +234,8 @@ def job(ground: Ground, total: int | Timeline, *, begin: bool = True) -> Job:
         start.begin(made)
     return made
 
+
+_OFTEN = 10  # batches an epoch: with fewer, the one that has the last row of the text is not seldom
 
 # A kernel for each weight is started by the host, in some 20 us. In a CUDA graph that is free, and behind the long step
 # of a large model it does not show; a small one without a graph would wait for it.
