@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 import types
 import typing
@@ -84,7 +85,7 @@ def _read(path: Path, content: Callable[[], bytes]) -> dict[str, Any]:
     try:
         return parse_toml(content().decode())
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; name a TOML file, a recipe or a run's folder") from None
+        raise ConfigError(f"{path} does not exist; {_named(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; name a TOML file") from None
     except UnicodeDecodeError as error:
@@ -93,6 +94,13 @@ def _read(path: Path, content: Callable[[], bytes]) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}{_meant(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; name a TOML file{_meant(path)}") from None
+
+
+def _named(path: Path) -> str:
+    """What to name in place of a file that is not there."""
+    if re.match(r"[a-z][\w.]*=", str(path)):
+        return "settings come behind a recipe: a TOML file, or a run's folder"
+    return "name a TOML file, a recipe or a run's folder"
 
 
 def _meant(path: Path) -> str:

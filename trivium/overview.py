@@ -12,7 +12,7 @@ from trivium.checkpoints.card import card
 from trivium.checkpoints.manifest import manifest
 from trivium.checkpoints.model_files import has_model, require_there
 from trivium.errors import CheckpointError, ConfigError, with_file_errors
-from trivium.files import as_path
+from trivium.files import as_path, is_held
 from trivium.models.config import ModelConfig
 from trivium.training import metrics
 from trivium.training.recipes import is_run
@@ -35,10 +35,12 @@ def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, An
     tests = records.of_kind(rows, "test")
     return {
         "path": str(path),
-        "state": "finished" if facts else "unfinished",
+        "state": "running" if is_held(path) else "finished" if facts else "unfinished",
+        "preset": records.words(records.about(path).get("preset")),
         "family": config.family,
         "parameters": config.parameters(),
         "step": steps[-1] if steps else 0,
+        "total": _total(path),
         "best": records.best(rows),
         "test": tests[-1] if tests else None,
         "results": records.results_of(path),
@@ -54,14 +56,23 @@ def _checkpoint(path: Path, home: Path, parts: Sequence[type[Any]]) -> dict[str,
     return {
         "path": str(path),
         "state": "checkpoint",
+        "preset": records.words(records.about(home).get("preset")),
         "family": config.family,
         "parameters": config.parameters(),
         "step": step,
+        "total": _total(home),
         "best": scored[-1] if scored else None,
         "test": None,
         "results": records.results_of(path),
         "notes": {"run": str(home), "step": step},
     }
+
+
+def _total(run: Path) -> int | None:
+    try:
+        return records.total(settings.read_of(run))
+    except (ConfigError, records.Broken):
+        return None  # a saved model, or a run whose settings are gone
 
 
 def _config(path: Path, table: Any, parts: Sequence[type[Any]]) -> ModelConfig:

@@ -19,14 +19,16 @@ ABOUT, CARD, CONFIG, METRICS, SAMPLES = "about.json", "model.json", "config.toml
 RESULTS, MANIFEST = "results", "manifest.json"
 _MOST = 2**63
 TOML_BYTES = 4 << 20  # the most that is read of a TOML file
+# Texts and comments. Whatever begins matches, closed or not, and nothing is tried twice: the time is linear.
 _QUOTED = re.compile(
-    r'"""(?:[^\\]|\\.)*?"""|'
-    r"'''.*?'''|"
-    r'"(?:[^"\\\n]|\\.)*"|'
-    r"'[^'\n]*'|#[^\n]*",
+    r'"""(?:[^\\]|\\.?)*?(?:"""|\Z)|'
+    r"'''.*?(?:'''|\Z)|"
+    r'"(?:[^"\\\n]|\\.)*+"?|'
+    r"'[^'\n]*+'?|#[^\n]*+",
     re.DOTALL,
-)  # texts and comments
-_LONG_KEY = re.compile(r"[\w-]+(?:[ \t]*\.[ \t]*[\w-]+){100}")
+)
+_LONG_KEY = re.compile(r"(?<![\w.-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){100}")
+_WIDEST = 40  # characters of a word or two in a table
 _HUGE = 1e30  # no number that was measured; a whole number in JSON may be beyond every float
 _LARGEST = 1 << 30  # bytes of a file
 Row = dict[str, Any]
@@ -134,6 +136,28 @@ def results_folder(model: Path) -> Path:
 def results_of(model: Path) -> list[Row]:
     """The evaluations of a model, as `results` gives them."""
     return results(results_folder(model))
+
+
+def total(settings: Row) -> int | None:
+    """The steps of a run by its settings; of a budget in minutes or tokens only when it is known."""
+    budget = settings.get("budget")
+    if not isinstance(budget, dict):
+        raise Broken(f"{CONFIG} has no budget")
+    knots, shares = budget.get("knots"), budget.get("shares")
+    if isinstance(knots, list) and knots and isinstance(shares, list) and shares[-1:] == [1.0]:
+        return count(knots[-1])  # a budget in minutes that is over
+    return count(budget.get("steps")) or None
+
+
+def words(value: object) -> str:
+    """A short text in one line, whatever a file holds."""
+    text = " ".join(value.split())[:_WIDEST] if isinstance(value, str) else ""
+    return text if text.isprintable() else ""
+
+
+def count(value: object) -> int | None:
+    """A number of things, if that is what a file holds."""
+    return value if isinstance(value, int) and is_count(value) else None
 
 
 def of_kind(found: Iterable[Row], kind: str) -> list[Row]:

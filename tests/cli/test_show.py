@@ -103,6 +103,20 @@ for _ in range(600):
     DEEP = [DEEP]
 
 
+def test_a_stopped_run_says_how_far_it_came_and_how_to_go_on(invoke: Call, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("[budget]\nsteps = 3000\n[model]\nwidth = 16\nvocab = 300\n")
+    (run / "about.json").write_text('{"preset": "gpt-mini"}')
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 13, "loss": 4.0}\n')
+    told = invoke("show", str(run)).out
+    assert "preset           gpt-mini\n" in told
+    assert "steps            13 of 3,000\n" in told
+    assert f"go on with       trivium train {run}\n" in told
+    (run / "config.toml").write_text("[budget]\nsteps = 'many'\n[model]\nwidth = 16\nvocab = 300\n")
+    assert "steps            13\n" in invoke("show", str(run)).out
+
+
 @pytest.mark.parametrize(
     "notes",
     [{"valid": "x"}, {"valid": {"loss": "x"}}, {"deep": DEEP}, {"a\ud800": "b\udfff"}, {"\x1b[2J": "\x1b[2J"}],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from tests.cli.conftest import Call, invoke
 from tests.faults.test_full_disk import no_file_above
 from tests.hostile import folders
 from tests.interop.gguf_models import gguf
-from trivium import api
+from trivium import api, records
 from trivium.config import assignments, load, overrides, read, write
 from trivium.errors import LONGEST, ConfigError, DataError, FileError, TriviumError, file_error, printable, shown
 from trivium.interop.fields import Fields
@@ -127,6 +129,24 @@ def test_deep_and_large_values_of_a_recipe(tmp_path: Path, text: str) -> None:
     bounded(lambda: load(Recipe, read(path)))
     pairs = [line.replace(" = ", "=") for line in text.split("\n") if not line.startswith("[")]
     bounded(lambda: load(Recipe, assignments(pairs)))
+
+
+LENGTHY = {
+    "a long number": "seed = 0x" + "f" * 400_000,
+    "a text that does not end": 'name = "' + '\\"' * 200_000,
+    "many texts that do not end": '"""\\' * 100_000,
+    "keys of 99 parts": (".".join("a" * 99) + "\n") * 1_000,
+    "spaces": "name" + " " * 400_000,
+}
+
+
+@pytest.mark.parametrize("text", LENGTHY.values(), ids=LENGTHY)
+def test_a_lengthy_recipe_is_read_in_a_time_that_grows_with_its_length(text: str) -> None:
+    """Measured: 0.1 s; it was minutes when a pattern looked at each place to the end of the text."""
+    began = time.process_time()
+    with contextlib.suppress(ValueError):
+        records.parse_toml(text)
+    assert time.process_time() - began < 3
 
 
 def deep(depth: int) -> str:

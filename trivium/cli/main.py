@@ -163,14 +163,19 @@ def show(model: use.ModelPath, as_json: Json = False) -> None:
         print_json(facts)
         return
     lines = {"run": facts["path"], "state": facts["state"]} if trained else {"model": facts["path"]}
-    lines |= {"family": facts["family"], "parameters": cell(facts["parameters"])}
+    lines |= {
+        "preset": facts.get("preset", ""),
+        "family": facts["family"],
+        "parameters": cell(facts["parameters"]),
+    }
     if trained:
         report = model / "report.html"
         lines |= {
-            "steps": cell(facts["step"]),
+            "steps": cell(facts["step"]) + (f" of {cell(facts['total'])}" if facts["total"] else ""),
             "best validation" if is_run(model) else "validation": bits(facts["best"]),
             "test": bits(facts["test"]),
             "report": str(report) if report.is_file() else "",
+            "go on with": f"trivium train {model}" if facts["state"] == "unfinished" else "",
         }
     else:
         lines |= {name.replace("_", " "): _note(value) for name, value in facts["notes"].items() if name != "valid"}

@@ -14,7 +14,6 @@ from trivium.cli.printing import Json, cell, print_json, print_table
 from trivium.files import is_held
 from trivium.records import Broken
 
-_WIDEST = 40  # characters of a cell
 _HEAD = ("run", "state", "started", "preset", "parameters", "steps", "score")
 
 
@@ -76,11 +75,11 @@ def _facts(path: Path) -> dict[str, Any]:
         "path": str(path),
         "state": "running" if is_held(path) else "finished" if told else "unfinished",
         "started": _started(path, about),
-        "preset": _text(about.get("preset")),
-        "family": _text(about.get("family")) or _family(settings.get("model")),
-        "parameters": _count(about.get("parameters")),
+        "preset": records.words(about.get("preset")),
+        "family": records.words(about.get("family")) or _family(settings.get("model")),
+        "parameters": records.count(about.get("parameters")),
         "step": steps[-1]["step"] if steps else 0,
-        "total": _total(settings),
+        "total": records.total(settings),
         "score": None if score is None else {"value": score[0], "unit": score[1]},
         "best": best,
         "test": tests[-1] if tests else None,
@@ -98,32 +97,12 @@ def _started(path: Path, about: dict[str, Any]) -> str:
         return datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat(timespec="seconds")
 
 
-def _total(settings: dict[str, Any]) -> int | None:
-    budget = settings.get("budget")
-    if not isinstance(budget, dict):
-        raise Broken(f"{records.CONFIG} has no budget")
-    knots, shares = budget.get("knots"), budget.get("shares")
-    if isinstance(knots, list) and knots and isinstance(shares, list) and shares[-1:] == [1.0]:
-        return _count(knots[-1])  # a budget in minutes that is over
-    return _count(budget.get("steps")) or None
-
-
 def _family(model: object) -> str:
     """Encoder, decoder or both, by what config.toml says of the two stacks."""
     sides = model if isinstance(model, dict) else {}
     tables = {side: sides.get(side, {}) for side in ("encoder", "decoder")}
     there = [side for side, table in tables.items() if isinstance(table, dict) and table.get("kind", "none") != "none"]
     return "-".join(there)
-
-
-def _text(value: object) -> str:
-    """A short text in one line, whatever a file holds."""
-    text = " ".join(value.split())[:_WIDEST] if isinstance(value, str) else ""
-    return text if text.isprintable() else ""
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and records.is_count(value) else None
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
