@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 from pathlib import Path
@@ -154,3 +155,16 @@ def test_a_model_larger_than_the_memory_is_loaded_only_if_asked_to_try(
     assert refused.code == 2
     assert "are free on cpu; choose a smaller one, or let it try" in refused.err
     assert call(*generate, "--memory", "all").err == "error: memory: 'all' is neither check nor try\n"
+
+
+def test_a_terminal_shows_the_bar_of_a_stage_until_its_line_is_told() -> None:
+    file = io.StringIO()
+    watching = LiveWatcher(Console(file=file, force_terminal=True, width=80))
+    watching.tick("data", 5, 10)
+    watching.console.print(watching.draw())
+    assert "encoding the text" in file.getvalue()
+    watching.say("data: 300 tokens, 0.3 s")
+    file.seek(0)
+    file.truncate()
+    watching.console.print(watching.draw())
+    assert file.getvalue().strip() == "starting"

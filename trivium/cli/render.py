@@ -92,6 +92,7 @@ class LiveWatcher:
         self._alert = ""
 
     def say(self, text: str) -> None:
+        self._reading = ("", 0, 1)  # what was read is told of: the bar is for the next stage
         self.console.print(Text(text))
 
     def tick(self, what: str, at: int, of: int) -> None:
@@ -117,11 +118,8 @@ class LiveWatcher:
         """The picture of this moment."""
         if self._progress is None:
             what, at, of = self._reading
-            return Group(
-                Text(_LABELS.get(what, what) or "starting"),
-                self._bar(at, max(1, of)),
-                *self._alerts(),
-            )
+            bar = [self._bar(at, max(1, of))] if what else []
+            return Group(Text(_LABELS.get(what, what) or "starting"), *bar, *self._alerts())
         now = self._progress
         table = Table(box=None, pad_edge=False)
         measured = any(found.bits_per_byte is not None for _, _, found in self._rows)

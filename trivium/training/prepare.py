@@ -340,7 +340,7 @@ def _with_budget(ground: Ground, say: Say, clock: Callable[[], float]) -> Ground
         return ground
     seconds = recipe.budget.minutes * 60
     rows = _validated_rows(ground)
-    say("timing some steps, as many as the minutes are planned by")
+    say("timing some steps, to plan the minutes by")
     with stage("timing", say, clock) as current:
         trial = partial(job, ground, 1_000_000)
         timing = measure(seconds, trial, lambda made: _validation(made, ground, clock), clock)
