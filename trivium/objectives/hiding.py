@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
 from trivium.objectives.objective import special
@@ -104,21 +105,17 @@ def real(lengths_B: Ids, width: int) -> Flags:
     return np.arange(width) < lengths_B[:, None]
 
 
-def inputs(framed: Framed, tokens_BT: Ids) -> dict[str, Tensor]:
+def batch(framed: Framed, tokens_BT: Ids, targets: dict[str, Tensor], *, count: int, second: int) -> Batch:
     """What the model is given: with a mask where rows are short, with segments where there are two."""
     given = {"tokens": torch.from_numpy(tokens_BT)}
     length = tokens_BT.shape[1]
     # Of cut rows only the last of a text is short: all other batches go without a mask, and so by the fast kernels.
-    if framed.segments is not None or is_odd(framed):
+    odd = framed.segments is None and bool((framed.lengths < length).any())
+    if odd or framed.segments is not None:
         given["padding"] = torch.from_numpy(real(framed.lengths, length))
     if framed.segments is not None:
         given["segments"] = torch.from_numpy(framed.segments)
-    return given
-
-
-def is_odd(framed: Framed) -> bool:
-    """Whether one of the rows is short where others are not: their rows are cut from a text."""
-    return framed.segments is None and bool((framed.lengths < framed.ids.shape[1]).any())
+    return Batch(inputs=given, targets=targets, count=count, second=second, odd=odd)
 
 
 def filled(values_N: Ids, size: int, fill: int) -> Tensor:

@@ -45,13 +45,7 @@ class MaskedTask:
         if framed.classes is not None:
             targets["classes"] = torch.from_numpy(framed.classes)
         second = 0 if framed.classes is None else len(framed.classes)
-        return Batch(
-            inputs=hiding.inputs(framed, tokens_BT),
-            targets=targets,
-            count=len(where_N),
-            second=second,
-            odd=hiding.is_odd(framed),
-        )
+        return hiding.batch(framed, tokens_BT, targets, count=len(where_N), second=second)
 
     def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
         return gathered(head, states, targets)

@@ -67,13 +67,7 @@ class SpansTask:
                 "bordered": hiding.filled(labels_N, size, IGNORED),
             }
             second = int(around.known.sum())
-        return Batch(
-            inputs=hiding.inputs(framed, tokens_BT),
-            targets=targets,
-            count=len(where_N),
-            second=second,
-            odd=hiding.is_odd(framed),
-        )
+        return hiding.batch(framed, tokens_BT, targets, count=len(where_N), second=second)
 
     def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
         return gathered(head, states, targets)
