@@ -122,6 +122,14 @@ class ModelConfig:
             total[name] = total.get(name, Cost()).plus(cost())
         return total
 
+    def kept(self, target: float = 1.0) -> int:
+        """The elements per token that are kept for the backward pass.
+
+        A decoder beside an encoder reads `target` tokens for each of the source.
+        """
+        share = target if self.family == "encoder-decoder" else 1.0
+        return round(sum(cost().kept * (share if at.startswith("decoder") else 1) for at, cost in _costs(self)))
+
     def parameters(self) -> int:
         """The exact number of distinct parameters, tied ones once."""
         return sum(cost.parameters for cost in self.costs().values())

@@ -56,18 +56,21 @@ def training_memory(
     element: int = FLOAT,
     recompute: bool = False,
     length: int = 0,
+    target: float = 1.0,
+    copies: float = 0.0,
 ) -> Memory:
     """The least memory of training on `tokens` at a time, in rows of `length` (0: of the model's context).
 
-    The optimizer keeps `states` float32 numbers for each parameter, an activation has `element` bytes, and with
-    `recompute` a block keeps its input alone.
+    The optimizer keeps `states` float32 numbers for each parameter, an activation has `element` bytes, with `recompute`
+    a block keeps its input alone, beside a source a decoder reads `target` tokens for each of its tokens, and `copies`
+    is the size of other copies of the weights.
     """
     weights = FLOAT * model.parameters()
     short = replace(model, context=min(length, model.context)) if length else model
-    kept = sum(cost.kept for cost in short.costs().values())
+    kept = short.kept(target)
     if recompute:
         kept = min(kept, model.layers * model.width + kept // max(1, model.layers))
-    return Memory(weights, weights, round(weights * states), tokens * kept * element)
+    return Memory(round(weights * (1 + copies)), weights, round(weights * states), tokens * kept * element)
 
 
 def free_host_memory() -> int:

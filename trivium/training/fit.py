@@ -8,26 +8,48 @@ from dataclasses import replace
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
+from trivium.objectives.options import Denoise
 from trivium.optim.options import Ema
 from trivium.planner.memory import FLOAT, Memory, free_memory, gigabytes, training_memory
 from trivium.training.recipe import Recipe
 
-# What activations take beyond the estimate, and the process itself: measured for six presets, 1.15 and 0.4 GB at most.
-_TEMPORARY, _PROCESS = 1.25, 500_000_000
+_PROCESS = 500_000_000  # bytes of a process beside its model: 0.3 GB by bench/memory.py
 _SURE = 0.6  # of the free memory of a GPU: six workloads of bench/ took 0.9 to 1.1 of their estimates (docs/results.md)
 
 
 def memory_of(recipe: Recipe, model: ModelConfig, rows: int, length: int = 0) -> Memory:
     """The least memory of training a model with the settings of a recipe, `rows` rows (or tokens) at a time."""
     averaged = 1.0 if isinstance(recipe.average, Ema) else 0.0
+    # on a CPU attention and what goes from block to block are float32 in any precision, and bf16 copies of the weights
+    # are kept for the backward pass
+    cpu, narrow = recipe.device.startswith("cpu"), recipe.precision != "fp32"
     return training_memory(
         model,
         tokens=rows if recipe.batch.tokens else rows * min(length or model.context, model.context),
         states=recipe.optim.states + averaged,
-        element=FLOAT if recipe.precision == "fp32" else FLOAT // 2,
+        element=FLOAT // 2 if narrow and not cpu else FLOAT,
+        copies=0.5 if narrow and cpu else 0.0,
         recompute=recipe.recompute == "blocks",
         length=length,
+        target=_target(recipe),
     )
+
+
+def _target(recipe: Recipe) -> float:
+    """The tokens of a target for each of its source: of spans that were cut out, with a sentinel for each."""
+    noise = recipe.objective
+    if not isinstance(noise, Denoise):
+        return 1.0
+    share = noise.density * (1 + 1 / noise.mean_span) if noise.noise == "span" else 2 * noise.density
+    return min(1.0, share / (1 - noise.density))
+
+
+def temporary(model: ModelConfig) -> float:
+    """How many times the estimated activations a step takes on a CPU at most, with what one layer needs in passing.
+
+    bench/memory.py finds 0.98 to 1.21 for presets of 12 layers and more, and 1.33 for two layers.
+    """
+    return 1.25 + 1 / max(1, model.layers)
 
 
 def fitted(recipe: Recipe, *, length: int = 0, say: Callable[[str], None], free: int | None = None) -> Recipe:
@@ -40,8 +62,10 @@ def fitted(recipe: Recipe, *, length: int = 0, say: Callable[[str], None], free:
     if not free or recipe.memory == "try" or not recipe.device.startswith("cpu"):
         return recipe
     room = free - _PROCESS - one.fixed
-    able = max(1, int(room / _TEMPORARY / max(1, one.activations)))
-    if recipe.micro <= able or one.total + _PROCESS > free:  # a single row may just fit: tried as it is
+    able = max(1, int(room / temporary(recipe.model) / max(1, one.activations)))
+    if recipe.micro <= able or (
+        recipe.batch.micro and room < one.activations
+    ):  # one row may just fit, so all are tried
         return recipe
     needed = gigabytes(memory_of(recipe, recipe.model, recipe.micro, length).total)
     what = f"{recipe.micro} {recipe.batch.unit} at a time need about {needed}, and {gigabytes(free)} are free"
@@ -76,7 +100,7 @@ def _too_large(recipe: Recipe, needed: Memory, free: int) -> str:
         if model.family == family:
             model = model if model.vocab else replace(model, vocab=recipe.model.vocab)
             memory = memory_of(recipe, model, 1)
-            if memory.total * _TEMPORARY + _PROCESS < free:
+            if memory.fixed + memory.activations * temporary(model) + _PROCESS < free:
                 sizes.append((memory.total, name))
     largest = max(sizes, default=(0, ""))[1]
     advice = f"the largest preset of this family that fits is {largest}" if largest else "no preset of this family fits"

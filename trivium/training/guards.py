@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -77,3 +80,26 @@ def enough_memory(recipe: Recipe, folder: Path | None = None) -> Iterator[None]:
         if micro > 1:
             raise OutOfMemory(f"{used}set batch.micro={micro // 2}{again}") from error
         raise OutOfMemory(f"{used}start a new run with a smaller {recipe.data.limit} or model.width") from error
+
+
+_SMALL = 2 << 20  # KiB of a process that need not give anything back
+
+
+def give_back() -> None:
+    """Return what was freed to the system, in a large process on Linux.
+
+    The C library keeps it in holes between what is still there; bert-large took 14.9 GB with it and 13.9 without, and
+    no longer.
+    """
+    if sys.platform == "linux":
+        import resource
+
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > _SMALL:
+            _trim()(0)
+
+
+@functools.cache
+def _trim() -> Callable[[int], object]:
+    """glibc's malloc_trim; another C library has none."""
+    trim: Callable[[int], object] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim or (lambda padding: None)
