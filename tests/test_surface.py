@@ -122,7 +122,7 @@ def test_a_cell_that_is_run_again_resumes_or_replaces(settings: dict[str, Any], 
     runs = tmp_path / "runs"
     first = tv.train(tv.Recipe(), settings, runs=runs, quiet=True)
     weights = (first.path / "model.safetensors").read_bytes()
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match=r'exists already; .*; here exists="resume" goes on'):
         tv.train(tv.Recipe(), settings, runs=runs, quiet=True)
     resumed = tv.train(tv.Recipe(), settings, runs=runs, exists="resume", quiet=True)
     assert (resumed.path / "model.safetensors").read_bytes() == weights
@@ -172,3 +172,11 @@ def test_a_run_with_a_part_of_ones_own_gives_its_model(settings: dict[str, Any],
     assert isinstance(stack.block.norm, OwnNorm)
     with pytest.raises(CheckpointError, match=r"passed as parts=\[OwnNorm\]"):
         tv.load(run.path)
+
+
+def test_a_recipe_refuses_an_unknown_name_as_a_file_does_and_shows_what_is_not_default() -> None:
+    with pytest.raises(ConfigError, match=r"modle: is not a setting; did you mean model\?"):
+        tv.Recipe(modle="gpt2")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"lr: .* optim\.rate"):
+        tv.Recipe(lr=5)  # type: ignore[call-arg]
+    assert repr(tv.Recipe(seed=3)) == "Recipe(seed=3, model=<decoder, 4 layers of width 256>)"

@@ -18,7 +18,7 @@ from trivium.checkpoints.format import Stored
 from trivium.checkpoints.manifest import MANIFEST
 from trivium.checkpoints.model_files import has_model, require_there
 from trivium.checkpoints.store import Store
-from trivium.errors import CheckpointError, RequestError, shown, with_file_errors
+from trivium.errors import CheckpointError, ConfigError, RequestError, shown, with_file_errors
 from trivium.evaluation.likelihood import Score
 from trivium.files import as_path
 from trivium.generation.classify import Verdict
@@ -39,6 +39,7 @@ from trivium.planner.memory import model_memory, require_memory
 from trivium.text.missing import MissingTokenizer
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import metrics
+from trivium.training.checks import TAKEN
 from trivium.training.device import choose
 from trivium.training.events import line
 from trivium.training.recipe import TOKENIZER, Recipe
@@ -249,6 +250,11 @@ def recipe(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Re
     return read_recipe(as_path(source), settings.overrides({} if overrides is None else overrides))
 
 
+def _in_python(problem: str) -> str:
+    """The sentence about a run that is there already, with what Python can do about it."""
+    return f'{problem}; here exists="resume" goes on and exists="replace" begins anew' if TAKEN in problem else problem
+
+
 @with_file_errors
 def train(
     source: Recipe | str | Path,
@@ -276,16 +282,21 @@ def train(
         raise RequestError(f"quiet: expects true or false, not {shown(quiet)}")
     parts = (*parts, *settings.outside(source if isinstance(source, Recipe) else None, overrides))
     say: Say = (lambda text: None) if quiet else printed
-    session = open_run(
-        source if isinstance(source, Recipe) else as_path(source),
-        settings.overrides({} if overrides is None else overrides),
-        runs=as_path(runs),
-        data_dir=None if data_dir is None else as_path(data_dir),
-        parts=parts,
-        exists=exists,
-        say=say,
-        tick=lambda what, at, of: None,
-    )
+    try:
+        session = open_run(
+            source if isinstance(source, Recipe) else as_path(source),
+            settings.overrides({} if overrides is None else overrides),
+            runs=as_path(runs),
+            data_dir=None if data_dir is None else as_path(data_dir),
+            parts=parts,
+            exists=exists,
+            say=say,
+            tick=lambda what, at, of: None,
+        )
+    except ConfigError as error:
+        if TAKEN not in error.sentence:
+            raise
+        raise ConfigError(*(_in_python(problem) for problem in error.problems)) from None
     session.alert = say
     if session.recipe.device == "cpu" and (busy := threads.advice()):
         say(busy)

@@ -9,6 +9,7 @@ code: kinds and presets are looked up in tables that the package wrote.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import tomllib
@@ -167,6 +168,19 @@ def load(cls: type[T], *layers: Layer, parts: Sequence[type[Any]] = (), start: T
     return typing.cast(T, value)
 
 
+def without(table: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """A table without the settings of these dotted keys."""
+    inner: dict[str, set[str]] = {}
+    for key in keys:
+        head, _, rest = key.partition(".")
+        inner.setdefault(head, set()).add(rest)
+    return {
+        name: without(value, inner[name]) if name in inner and isinstance(value, Mapping) else value
+        for name, value in table.items()
+        if "" not in inner.get(name, ())
+    }
+
+
 def accept(instance: Any) -> None:
     """Let a configuration that Python code makes take all that a file may say: names of kinds, tables, lists.
 
@@ -183,6 +197,20 @@ def accept(instance: Any) -> None:
             object.__setattr__(instance, field.name, found)  # frozen for everybody else
     loader.suggest(instance)
     ConfigError.gather(loader.errors)
+
+
+def explained(cls: type[T]) -> type[T]:
+    """Let a configuration that Python code makes refuse an unknown name in the sentence that a file gets for it."""
+    init, names = cls.__init__, {field.name for field in dataclasses.fields(typing.cast(Any, cls))}
+
+    @functools.wraps(init)
+    def checked(self: Any, *arguments: Any, **given: Any) -> None:
+        if unknown := {name: value for name, value in given.items() if name not in names}:
+            load(cls, unknown)
+        init(self, *arguments, **given)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
 
 
 _PLAIN = (str, int, float, Mapping, list, tuple, type(None))  # what is no part

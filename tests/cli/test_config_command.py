@@ -41,7 +41,13 @@ CASES = {
     "a family that the objective cannot train": (["objective=masked"], ["objective"]),
     "no tokenizer": (["tokenizer=file", "tokenizer.path=no.json"], ["tokenizer.path"]),
     "no start": (["start=nowhere"], ["start"]),
-    "what only the recipe is wrong with": (["seed=-1", "optim.lr=1", "clip=x"], ["clip", "optim.lr"]),
+    "what only the recipe is wrong with": (["seed=-1", "optim.lr=1", "clip=x"], ["clip", "optim.lr", "seed"]),
+    "a setting, a file and a device": (["lr=1", "data.paths=no.txt", "device=tpu"], ["data.paths", "device", "lr"]),
+    "parts and the whole": (["optim.rate=-1", "objective=masked", "device=tpu"], ["device", "objective", "optim.rate"]),
+    "nothing that follows from what is left out": (["model=brt-mini", "objective=masked"], ["model"]),
+    "a budget that is none": (["budget.steps=x"], ["budget.steps"]),
+    "a tokenizer without a file": (["tokenizer=file"], ["tokenizer.path"]),
+    "weights for other sources": (["data.weights=1,2"], ["data.weights"]),
     "many": (
         ["budget.steps=0", "data.paths=a.txt", "device=tpu", "batch.tokens=9", "start=nowhere"],
         ["batch.tokens", "budget", "data.paths", "device", "start"],
@@ -56,6 +62,16 @@ def test_config_and_train_name_the_same_problems(call: Call, case: str) -> None:
     assert problems(found) == expected
     assert call("train", "tiny.toml", *settings) == found
     assert not Path("runs").exists()
+
+
+def test_what_an_objective_asks_of_its_model_is_known_before_the_text_is_read(call: Call) -> None:
+    Path("pairs.toml").write_text(
+        'model = "bert-mini"\n[objective]\nkind = "masked"\nframe = "pair"\n'
+        '[data]\npaths = ["play.txt"]\n[budget]\nsteps = 1\n'
+    )
+    found = call("config", "pairs.toml")
+    assert problems(found) == ["model.embedding.segments", "model.sentence"]
+    assert call("train", "pairs.toml") == found
 
 
 def test_a_folder_of_data_and_a_folder_of_runs_are_the_same_as_for_train(call: Call) -> None:

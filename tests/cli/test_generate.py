@@ -53,6 +53,17 @@ def test_what_is_piped_in_is_the_prompt(call: Call) -> None:
     assert lines.out.startswith("To be\nor\n")  # one text, and only the end of its last line is gone
 
 
+def test_what_is_piped_in_beside_a_prompt_is_not_dropped_in_silence(home: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, b"foo\n")
+    os.close(write)
+    command = [sys.executable, "-m", "trivium", "generate", str(home / "decoder"), "bar", "--tokens", "1"]
+    done = subprocess.run(command, stdin=read, capture_output=True, text=True, cwd=ROOT)
+    os.close(read)
+    assert done.returncode == 0, done.stderr
+    assert "what is piped in is not read" in done.stderr
+
+
 def test_an_empty_pipe_is_an_empty_prompt(call: Call) -> None:
     outcome = call("generate", "decoder", *FEW, piped="")
     assert outcome.code == 0, outcome.err

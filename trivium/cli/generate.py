@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trivium.cli.printing import Json, is_piped, print_json, standard_input
+from trivium.cli.printing import Json, is_piped, is_waiting, print_json, standard_input
 from trivium.cli.render import watcher
 from trivium.cli.use import Average, Device, Fit, ModelPath, fit
 
@@ -98,6 +98,8 @@ def _prompts(given: list[str]) -> list[str]:
     if not given or "-" in given:
         piped = standard_input()
         piped = piped.removesuffix("\n").removesuffix("\r")  # the end of the last line, which `echo` adds
+    elif is_waiting():
+        typer.echo("note: what is piped in is not read, since there is a prompt; name - to read it", err=True)
     return [piped if prompt == "-" else prompt for prompt in given or ["-"]]
 
 

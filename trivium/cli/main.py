@@ -134,12 +134,9 @@ def config(
 ) -> None:
     """Check a recipe as `train` would, and print every setting it resolves to."""
     from trivium import config as loader
-    from trivium.training.checks import ready, taken
-    from trivium.training.machine import this_machine
-    from trivium.training.recipes import read_recipe, with_data_below
+    from trivium.training.checks import check_recipe, taken
 
-    recipe = read_recipe(source, loader.assignments(settings or []))
-    ready(with_data_below(recipe, data_dir), None, settle=this_machine().settle, say=lambda text: None)
+    recipe = check_recipe(source, loader.assignments(settings or []), runs=None, data_dir=data_dir)
     folder = runs / recipe.name
     if folder.exists():  # no fault of the recipe: somebody may want to see what a run was made from
         typer.echo(f"note: {taken(folder)}", err=True)

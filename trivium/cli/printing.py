@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import stat
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
@@ -18,6 +21,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 def is_piped() -> bool:
     """Whether standard input is a pipe or a file and no terminal."""
     return sys.stdin is not None and not sys.stdin.isatty()
+
+
+def is_waiting() -> bool:
+    """Whether somebody has piped something in; a file or a terminal does not count, and nothing is read."""
+    try:
+        number = sys.stdin.fileno()
+        return stat.S_ISFIFO(os.fstat(number).st_mode) and bool(select.select([number], [], [], 0)[0])
+    except (AttributeError, OSError, ValueError):  # no standard input, or one that is no file
+        return False
 
 
 def standard_input() -> str:

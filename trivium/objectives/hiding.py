@@ -14,7 +14,6 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
-from trivium.errors import ConfigError
 from trivium.objectives.objective import special
 from trivium.objectives.options import CLASS, MASK, PADDING, SEPARATOR, Draw
 from trivium.parts.output import IGNORED
@@ -91,13 +90,6 @@ def vocabulary(tokenizer: Tokenizer, specials: tuple[str, ...], *, draw: Draw, w
         ends_word=np.array([words and tokenizer.ends_word(id) for id in range(tokenizer.size)]),
         random_ids=np.flatnonzero(~is_special) if draw == "text" else np.arange(tokenizer.size),
     )
-
-
-def room_for_text(context: int, frame: int, least: int) -> int:
-    """How many tokens of text fit beside the special ones of a frame."""
-    if context < frame + least:
-        raise ConfigError(f"model.context: {context} leaves no room for text between [CLS] and [SEP]; try 128")
-    return context - frame
 
 
 def real(lengths_B: Ids, width: int) -> Flags:

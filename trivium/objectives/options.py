@@ -111,18 +111,29 @@ class Masked:
     def specials(self) -> tuple[str, ...]:
         return (MASK,) if self.frame == "none" else FRAME
 
+    def check(self, model: ModelConfig) -> int:
+        """The tokens of text in a row; a model that cannot be trained so is refused."""
+        frame, least = {"none": (0, 1), "bert": (2, 1), "pair": (3, 2)}[self.frame]
+        if self.frame == "pair":
+            _check_pairs(model)
+        return _room_for_text(model.context, frame, least)
+
     def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> MaskedTask:
         from trivium.objectives import hiding
         from trivium.objectives.masked import MaskedTask
 
-        frame, least = {"none": (0, 1), "bert": (2, 1), "pair": (3, 2)}[self.frame]
-        if self.frame == "pair":
-            _check_pairs(model)
         return MaskedTask(
             options=self,
-            length=hiding.room_for_text(model.context, frame, least),
+            length=self.check(model),
             vocabulary=hiding.vocabulary(tokenizer, self.specials, draw=self.draw, words=self.unit == "word"),
         )
+
+
+def _room_for_text(context: int, frame: int, least: int) -> int:
+    """How many tokens of text fit beside the special ones of a frame."""
+    if context < frame + least:
+        raise ConfigError(f"model.context: {context} leaves no room for text between [CLS] and [SEP]; try 128")
+    return context - frame
 
 
 def _check_pairs(model: ModelConfig) -> None:
@@ -171,13 +182,17 @@ class Spans:
     def specials(self) -> tuple[str, ...]:
         return (MASK,) if self.frame == "none" else FRAME
 
+    def check(self, model: ModelConfig) -> int:
+        """The tokens of text in a row; a model without room for them is refused."""
+        return _room_for_text(model.context, 0 if self.frame == "none" else 2, 1)
+
     def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> SpansTask:
         from trivium.objectives import hiding
         from trivium.objectives.spans import SpansTask, lengths
 
         return SpansTask(
             options=self,
-            length=hiding.room_for_text(model.context, 0 if self.frame == "none" else 2, 1),
+            length=self.check(model),
             places=0 if isinstance(model.boundary, NoPart) else model.boundary.rows,
             lengths=lengths(self.stop, self.longest),
             vocabulary=hiding.vocabulary(tokenizer, self.specials, draw=self.draw, words=True),

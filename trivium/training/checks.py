@@ -21,7 +21,7 @@ from trivium.training import track
 from trivium.training.fit import fitted
 from trivium.training.machine import this_machine
 from trivium.training.recipe import Recipe
-from trivium.training.recipes import read_recipe, resumed_recipe, with_data_below
+from trivium.training.recipes import is_about, read_recipe, repaired_recipe, resumed_recipe, with_data_below
 
 T = TypeVar("T")
 
@@ -31,8 +31,31 @@ def check_source(source: Path, layer: Mapping[str, Any], *, runs: Path, data_dir
     if source.is_dir():
         resumed_recipe(source, layer, this_machine().settle)
         return
-    recipe = with_data_below(read_recipe(source, layer), data_dir)
-    ready(recipe, runs / recipe.name, settle=this_machine().settle, say=lambda text: None)
+    check_recipe(source, layer, runs=runs, data_dir=data_dir)
+
+
+def check_recipe(source: Path, layer: Mapping[str, Any], *, runs: Path | None, data_dir: Path | None) -> Recipe:
+    """The recipe of a file as it is written, or all that is wrong with it; `runs` None asks for no folder."""
+
+    def check(recipe: Recipe) -> None:
+        recipe = with_data_below(recipe, data_dir)
+        ready(recipe, None if runs is None else runs / recipe.name, settle=this_machine().settle, say=lambda text: None)
+
+    try:
+        recipe = read_recipe(source, layer)
+    except ConfigError as error:
+        rest, further = repaired_recipe(source, layer, error)
+        gone = [problem.split(":")[0] for found in (error, *further) for problem in found.problems]
+        try:
+            if rest is not None:
+                check(rest)
+        except UserError as found:
+            problems = found.problems if isinstance(found, ConfigError) else (str(found),)
+            further += [ConfigError(problem) for problem in problems if not is_about(problem, gone)]
+        ConfigError.gather([error, *further])
+        raise
+    check(recipe)
+    return recipe
 
 
 def ready(
@@ -83,9 +106,12 @@ def ready(
     return recipe
 
 
+TAKEN = "exists already"
+
+
 def taken(folder: Path) -> str:
     """The sentence about a run's folder that is there already."""
-    return f"{folder} exists already; go on with `trivium train {quote(str(folder))}` or set another name"
+    return f"{folder} {TAKEN}; go on with `trivium train {quote(str(folder))}` or set another name"
 
 
 def _checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
@@ -96,8 +122,10 @@ def _checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
     elif data.built_shards(config) is None:
         yield partial(check_form, recipe, pairs=config.paired)
         yield from _files(config)
-        if recipe.tokenizer != File(path=recipe.start):  # a published start brings its own
+        yield partial(_weights, config)
+        if not recipe.start or recipe.tokenizer != File(path=recipe.start):  # a published start brings its own
             yield partial(_tokenizer, recipe.tokenizer)
+    yield partial(_objective, recipe)
     yield partial(track.check, recipe.track)
 
 
@@ -130,8 +158,24 @@ def _files(config: DataConfig) -> Iterator[Callable[[], object]]:
         yield partial(files, [config.valid_path], key="data.valid")
 
 
+def _weights(config: DataConfig) -> None:
+    if config.weights and len(config.weights) != len(config.paths):
+        count = f"{len(config.weights)} weights for {len(config.paths)} sources"
+        raise ConfigError(f"data.weights: {count}; give one for each")
+
+
+def _objective(recipe: Recipe) -> None:
+    """What an objective asks of its model; one from outside the package may ask for nothing."""
+    check = getattr(recipe.objective, "check", None)
+    if check is not None and not recipe.start:  # which decides what the model is
+        length = recipe.data.length
+        check(replace(recipe.model, context=length) if length else recipe.model)
+
+
 def _tokenizer(options: Any) -> None:
-    if isinstance(options, File) and options.path:
+    if isinstance(options, File):
+        if not options.path:
+            raise ConfigError("tokenizer.path: names no file; give a tokenizer.json or a folder that holds one")
         try:
             open_tokenizer(Path(options.path))
         except UserError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from trivium.config import accept, at_least, kind_of, place, preset
+from trivium.config import accept, at_least, explained, flat, kind_of, place, preset
 from trivium.data.config import DataConfig
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig
@@ -143,7 +143,8 @@ DEFAULT = "gpt-mini"
 MODEL, TOKENIZER = PRESETS[DEFAULT](), Bpe()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@explained
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Recipe:
     """Everything that decides a run."""
 
@@ -183,6 +184,14 @@ class Recipe:
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoints = Checkpoints()
     sample: Sample = Sample()
+
+    def __repr__(self) -> str:
+        """The settings that are not the default ones, and the shape of the model."""
+        default = flat(Recipe())
+        changed = {key: value for key, value in flat(self).items() if default.get(key) != value}
+        shown = [f"{key}={value!r}" for key, value in changed.items() if not key.startswith("model.")]
+        shape = f"<{self.model.family}, {self.model.layers} layers of width {self.model.width}>"
+        return f"Recipe({', '.join([*shown, f'model={shape}'])})"
 
     def __post_init__(self) -> None:
         accept(self)

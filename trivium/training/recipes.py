@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,43 @@ def is_run(path: Path) -> bool:
 
 def read_recipe(source: Path, *layers: Mapping[str, Any], parts: Sequence[type[Any]] = ()) -> Recipe:
     """The recipe in a TOML file with `layers` laid over it, named after the file unless it says otherwise."""
-    recipe = settings.load(Recipe, _replanned(settings.read(source), *layers), *layers, parts=parts)
+    return _loaded(source, settings.read(source), *layers, parts=parts)
+
+
+def _loaded(source: Path, table: dict[str, Any], *layers: Mapping[str, Any], parts: Sequence[type[Any]] = ()) -> Recipe:
+    recipe = settings.load(Recipe, _replanned(table, *layers), *layers, parts=parts)
     return recipe if recipe.name else replace(recipe, name=source.stem)
+
+
+def repaired_recipe(
+    source: Path, layer: Mapping[str, Any], error: ConfigError
+) -> tuple[Recipe | None, list[ConfigError]]:
+    """The recipe without the settings that are refused, if there is one, and what else is refused on the way to it.
+
+    So a mistake in one place hides none in another. What may be wrong only because a setting is left out is not told.
+    """
+    tables, gone, further = [settings.read(source), dict(layer)], set[str](), list[ConfigError]()
+    while True:
+        keys = {problem.split(":")[0] for problem in error.problems}
+        left = [settings.without(table, keys) for table in tables]
+        if left == tables:
+            return None, further
+        tables, gone = left, gone | keys
+        try:
+            return _loaded(source, *tables), further
+        except ConfigError as found:
+            error = found
+        further += [ConfigError(problem) for problem in error.problems if not is_about(problem, gone)]
+
+
+def is_about(problem: str, keys: Iterable[str]) -> bool:
+    """Whether a problem may come of settings that were left out: they have its key, or are judged by one another."""
+    key = problem.split(":")[0]
+    near = [*keys, *(_TOGETHER if any(name.split(".")[0] in _TOGETHER for name in keys) else ())]
+    return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in near)
+
+
+_TOGETHER = ("model", "objective", "tokenizer", "start")
 
 
 def with_data_below(recipe: Recipe, folder: Path | None) -> Recipe:
