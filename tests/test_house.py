@@ -13,6 +13,7 @@ ROWS = (
     ("errors", "layers", "suggest", "threads", "config_write"),  # needs nothing of the others
     ("files",),  # bounded reads, for those below
     ("records",),
+    ("config_read",),
     ("config", "report", "stats"),
     ("text", "parts"),
     ("data", "models", "distributed"),

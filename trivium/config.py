@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 import tomllib
 import types
 import typing
@@ -19,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from trivium.config_read import read as read
+from trivium.config_read import read_of as read_of
 from trivium.config_write import digest as digest
 from trivium.config_write import dump as dump
 from trivium.config_write import flat as flat
@@ -26,9 +27,7 @@ from trivium.config_write import hashed as hashed
 from trivium.config_write import kind_of as kind_of
 from trivium.config_write import write as write
 from trivium.errors import ConfigError, shown
-from trivium.files import read_inside, read_regular
 from trivium.layers import latest, only_path
-from trivium.records import TOML_BYTES, parse_toml
 from trivium.suggest import Unknown, nearest, setting
 
 T = TypeVar("T")
@@ -70,47 +69,6 @@ def at_least(name: str, value: float, least: float, most: float = math.inf) -> N
 
 class Text(str):
     """A value typed on the command line: its meaning depends on the type of the leaf it lands on."""
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The table in a TOML file of at most 4 MiB that a user named."""
-    return _read(path, lambda: read_regular(path, TOML_BYTES))
-
-
-def read_of(folder: Path, name: str = "config.toml") -> dict[str, Any]:
-    """The same of a file in a run's folder, which must not be a link that leads out of it."""
-    return _read(folder / name, lambda: read_inside(folder, name, TOML_BYTES))
-
-
-def _read(path: Path, content: Callable[[], bytes]) -> dict[str, Any]:
-    try:
-        return parse_toml(content().decode())
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; {_named(path)}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder; name a TOML file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not TOML: {error}{_meant(path)}") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; name a TOML file{_meant(path)}") from None
-
-
-def _named(path: Path) -> str:
-    """What to name in place of a file that is not there."""
-    if re.match(r"[a-z][\w.]*=", str(path)):
-        return "settings come behind a recipe: a TOML file, or a run's folder"
-    return "name a TOML file, a recipe or a run's folder"
-
-
-def _meant(path: Path) -> str:
-    """What somebody probably wants who names another file where a recipe belongs."""
-    if path.suffix in (".txt", ".gz", ".xz", ".jsonl"):
-        return f"; to train on this text, write a recipe with data.paths = [{path.name!r}]"
-    if path.suffix in (".gguf", ".bin", ".safetensors"):
-        return f"; to train this model, write a recipe with start = {path.name!r}"
-    return ""
 
 
 def assignments(pairs: Iterable[str]) -> dict[str, Any]:

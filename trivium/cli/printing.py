@@ -24,7 +24,7 @@ def is_piped() -> bool:
 
 
 def is_waiting() -> bool:
-    """Whether somebody has piped something in; a file or a terminal does not count, and nothing is read."""
+    """Whether a pipe to standard input holds data; nothing is read, and a file or a terminal does not count."""
     try:
         number = sys.stdin.fileno()
         return stat.S_ISFIFO(os.fstat(number).st_mode) and bool(select.select([number], [], [], 0)[0])

@@ -92,7 +92,7 @@ class LiveWatcher:
         self._alert = ""
 
     def say(self, text: str) -> None:
-        self._reading = ("", 0, 1)  # what was read is told of: the bar is for the next stage
+        self._reading = ("", 0, 1)  # the stage has its line: the bar is for the next one
         self.console.print(Text(text))
 
     def tick(self, what: str, at: int, of: int) -> None:

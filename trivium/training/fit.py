@@ -45,7 +45,7 @@ def _target(recipe: Recipe) -> float:
 
 
 def temporary(model: ModelConfig) -> float:
-    """How many times the estimated activations a step takes on a CPU at most, with what one layer needs in passing.
+    """How many times the estimated activations a step takes on a CPU at most, the temporaries of one layer included.
 
     bench/memory.py finds 0.98 to 1.21 for presets of 12 layers and more, and 1.33 for two layers.
     """
