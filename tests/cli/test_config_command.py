@@ -71,6 +71,8 @@ def test_what_an_objective_asks_of_its_model_is_known_before_the_text_is_read(ca
     )
     found = call("config", "pairs.toml")
     assert problems(found) == ["model.embedding.segments", "model.sentence"]
+    noise = ("model=t5-mini", "objective=denoise", "objective.sentinels=1", "model.context=64")
+    assert problems(call("config", "tiny.toml", *noise, "model.decoder.layers=1")) == ["objective.sentinels"]
     assert call("train", "pairs.toml") == found
 
 

@@ -12,7 +12,7 @@ from tests.generation import tiny
 from trivium.data.packing import Rows
 from trivium.errors import RequestError
 from trivium.evaluation.denoising import _stream, span_loss
-from trivium.objectives.denoise import room_for
+from trivium.objectives.noise_lengths import room_for
 from trivium.objectives.options import Denoise
 
 TOKENIZER = tiny.BYTES.extended(["<pad>", *(f"<extra_id_{number}>" for number in reversed(range(10)))])

@@ -228,6 +228,12 @@ class Denoise:
         # As in T5 the first sentinel has the largest id.
         return (PAD, *(sentinel(number) for number in reversed(range(self.sentinels))))
 
+    def check(self, model: ModelConfig) -> int:
+        """The tokens of text in a row; a model or sentinels that do not suffice are refused."""
+        from trivium.objectives.noise_lengths import longest
+
+        return longest(self, model)[0]
+
     def bind(self, tokenizer: Tokenizer, model: ModelConfig) -> DenoiseTask:
         from trivium.objectives.denoise import bind
 
