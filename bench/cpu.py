@@ -34,12 +34,12 @@ from bench.workloads import CLIP, Workload, dry, ground
 from trivium.api import load
 from trivium.generation.embed import pooled
 from trivium.interop.quantize import quantize
+from trivium.kernels import levels
+from trivium.kernels.hardware import set_allocator, trim_heap
 from trivium.models.config import ModelConfig
 from trivium.models.presets import bert, gpt
 from trivium.models.transformer import arrange, build
 from trivium.objectives.options import Causal
-from trivium.parts.hardware import set_allocator, trim_heap
-from trivium.parts.kernels import levels
 from trivium.parts.site import NoPart
 from trivium.training.loop import updates
 from trivium.training.prepare import job

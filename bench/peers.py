@@ -15,9 +15,9 @@ from bench.workloads import CLIP, OPTIM
 from trivium.data.batch import Batch
 from trivium.errors import RequestError
 from trivium.interop.hf import find
+from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import Transformer, build, weights
-from trivium.parts.output import IGNORED
 from trivium.training.device import autocast
 from trivium.training.recipe import Recipe
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer
 from trivium.parts.options.feedforward import Mlp
 from trivium.parts.options.norms import LayerNorm
-from trivium.parts.output import IGNORED
 
 SMOOTHING = 0.1
 

@@ -14,6 +14,7 @@ from trivium.data.bucketing import Pairs
 from trivium.data.config import DataConfig
 from trivium.data.packed import Examples, PackedPairs
 from trivium.data.shards import Shards, Stream
+from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.presets import bart, bert, gpt, llama, t5, transformer
@@ -24,7 +25,6 @@ from trivium.objectives.options import Causal, Denoise, Masked, Objective, Seq2S
 from trivium.optim.options import AdamW
 from trivium.optim.schedules import Constant
 from trivium.parts.options.attention import MultiHead
-from trivium.parts.output import IGNORED
 from trivium.parts.site import NoPart
 from trivium.text.kinds import Bpe, Bytes
 from trivium.training.device import settle

@@ -10,11 +10,12 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "trivium"
 ROWS = (
-    ("errors", "layers", "suggest", "threads", "config_write"),  # needs nothing of the others
+    ("errors", "labels", "layers", "suggest", "threads", "config_write"),  # needs nothing of the others
     ("files",),  # bounded reads, for those below
     ("records",),
     ("config_read",),
     ("config", "report", "stats"),
+    ("kernels",),  # above `parts` until those choose no kernels any more
     ("text", "parts"),
     ("data", "models", "distributed"),
     ("objectives", "optim", "checkpoints", "planner"),

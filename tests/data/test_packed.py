@@ -19,7 +19,7 @@ from trivium.data.loader import Order
 from trivium.data.packed import PackedPairs, filled
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError, DataError
-from trivium.parts.output import IGNORED
+from trivium.labels import IGNORED
 
 Texts = list[tuple[list[int], list[int]]]
 SIZES = st.lists(st.tuples(st.integers(2, 20), st.integers(2, 20)), min_size=1, max_size=80)

@@ -224,8 +224,8 @@ def test_prompts_are_read_into_slots_as_into_a_cache(name: str, part: int, monke
 @pytest.mark.parametrize("rows", [1, 2, 33, 64])
 def test_products_with_all_that_goes_with_them(rows: int, early: bool) -> None:
     """Against the formulas in float64."""
-    from trivium.parts.kernels.batch import product
-    from trivium.parts.kernels.step import Scale, multiply
+    from trivium.kernels.batch import product
+    from trivium.kernels.step import Scale, multiply
 
     if early and not HOPPER:
         pytest.skip("kernels that start early need a Hopper GPU")
@@ -346,8 +346,8 @@ def test_speculation_by_graphs_writes_the_greedy_text(name: str) -> None:
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("window", [0, 50])
 def test_the_attention_kernel_is_the_plain_attention(dtype: torch.dtype, new: int, window: int) -> None:
+    from trivium.kernels.decode import attend
     from trivium.parts.cache import Slots, plainly
-    from trivium.parts.kernels.decode import attend
 
     for batch, heads, groups, longest, size in SHAPES if GPU else SHAPES[2:]:
         slots = Slots(batch, longest, torch.device(DEVICE), direct=True)

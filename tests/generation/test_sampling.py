@@ -238,7 +238,7 @@ class Ranking:
 
 @pytest.mark.parametrize("what", ["right", "no compiler", "other numbers"])
 def test_a_kernel_that_does_not_do_what_the_sort_does_is_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trivium.parts.kernels.rank", cast(ModuleType, Ranking(what)))
+    monkeypatch.setitem(sys.modules, "trivium.kernels.rank", cast(ModuleType, Ranking(what)))
     proven = module._proven.__wrapped__  # without what it remembers
     if what == "right":
         assert proven(torch.device("cpu"))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import trivium.parts.kernels
+import trivium.kernels
 from tests.battery import lively, some_ids
 from tests.cases import CONTEXT, VOCAB
 from trivium.models.config import ModelConfig, NoStack, Stack
@@ -87,8 +87,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     stub = ModuleType("postnorm")
     stub.__dict__["normed"] = normed
-    monkeypatch.setitem(sys.modules, "trivium.parts.kernels.postnorm", stub)
-    monkeypatch.setattr(trivium.parts.kernels, "postnorm", stub, raising=False)
+    monkeypatch.setitem(sys.modules, "trivium.kernels.postnorm", stub)
+    monkeypatch.setattr(trivium.kernels, "postnorm", stub, raising=False)
     monkeypatch.setattr(PostConnection, "forks", lambda self, x: not self.dropout)
     return found
 
@@ -112,7 +112,7 @@ def test_a_forked_stream_has_the_gradients_of_the_plain_one(
 
 def test_a_compiled_model_has_a_forked_stream_too(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler must see that a layer is given what the norm before it has left; here the two are told apart."""
-    from trivium.parts.kernels import postnorm
+    from trivium.kernels import postnorm
 
     normed = postnorm.normed
 
@@ -212,7 +212,7 @@ def test_a_layer_of_another_kind_keeps_its_bias() -> None:
 @pytest.mark.parametrize("name", ["encoder", "decoder", "both", "no bias"])
 def test_the_kernel_gives_the_gradients_of_the_plain_way(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="needs Triton")
-    from trivium.parts.kernels import postnorm
+    from trivium.kernels import postnorm
 
     counted: list[int] = []
     launch = postnorm.launch

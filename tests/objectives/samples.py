@@ -14,13 +14,14 @@ import torch
 
 from trivium.data.packing import RowBatch, Rows
 from trivium.data.shards import Stream
+from trivium.labels import IGNORED
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.objectives.options import Objective
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.output import Softmax
 from trivium.parts.options.positions import Rotary
-from trivium.parts.output import IGNORED, Head, SoftmaxOutput
+from trivium.parts.output import Head, SoftmaxOutput
 from trivium.parts.site import Site
 from trivium.text.kinds import Bytes, Chars
 from trivium.text.tokenizer import Tokenizer

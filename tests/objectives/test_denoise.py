@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from tests.objectives.samples import octets, random_rows, rows, scripted, tiny
 from trivium.errors import ConfigError
+from trivium.labels import IGNORED
 from trivium.models.transformer import build
 from trivium.objectives.denoise import DenoiseTask, collapse, span_noise
 from trivium.objectives.noise_lengths import room_for, span_counts
 from trivium.objectives.options import Denoise, sentinel
-from trivium.parts.output import IGNORED
 
 Flags = npt.NDArray[np.bool_]
 SENTINELS = np.arange(32099, 31999, -1)

@@ -17,6 +17,7 @@ from tests.objectives.samples import cut_rows, letters, octets, part, random_row
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
+from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import States, build
 from trivium.objectives.objective import Task
@@ -25,7 +26,6 @@ from trivium.objectives.second import beside, mean
 from trivium.parts.options.boundary import SpanBoundary
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.sentence import Pooler
-from trivium.parts.output import IGNORED
 from trivium.text.tokenizer import Tokenizer
 
 

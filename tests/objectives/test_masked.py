@@ -18,10 +18,10 @@ from tests.objectives.samples import letters, octets, part, random_rows, rows, s
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
+from trivium.labels import IGNORED
 from trivium.models.transformer import build
 from trivium.objectives.masked import MaskedTask
 from trivium.objectives.options import CLASS, MASK, PADDING, SEPARATOR, Masked
-from trivium.parts.output import IGNORED
 
 Flags = npt.NDArray[np.bool_]
 

@@ -19,6 +19,7 @@ from tests.objectives.samples import letters, octets, scripted, stream, tiny
 from trivium.data.batch import Batch
 from trivium.data.packing import Rows
 from trivium.errors import ConfigError, DataError
+from trivium.labels import IGNORED
 from trivium.models.transformer import build
 from trivium.objectives.masked import MaskedTask
 from trivium.objectives.options import CLASS, PADDING, SEPARATOR, Masked
@@ -26,7 +27,6 @@ from trivium.objectives.pairing import FOLLOWS, STRANGE, Span, pair, truncated
 from trivium.objectives.second import beside, mean
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.sentence import Pooler
-from trivium.parts.output import IGNORED
 from trivium.parts.sentence import PooledSentence
 
 PLACES = {"embedding": Tokens(segments=2), "sentence": Pooler()}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.objectives.samples import octets, random_rows, rows, scripted, tiny
+from trivium.labels import IGNORED
 from trivium.models.transformer import build
 from trivium.objectives.options import Prefix
 from trivium.objectives.prefix import PrefixTask
-from trivium.parts.output import IGNORED
 
 
 def bound(family: str, context: int) -> PrefixTask:

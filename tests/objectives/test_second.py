@@ -17,6 +17,7 @@ from tests.objectives.samples import cut_rows, octets, part, random_rows, tiny
 from tests.oracle.copying import copy, enliven
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
+from trivium.labels import IGNORED
 from trivium.models.presets import bert
 from trivium.models.transformer import Transformer, build
 from trivium.objectives.objective import Task
@@ -25,7 +26,6 @@ from trivium.objectives.second import beside, mean
 from trivium.parts.options.boundary import SpanBoundary
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.sentence import Pooler
-from trivium.parts.output import IGNORED
 
 PAIRS: dict[str, Any] = {"embedding": Tokens(segments=2), "sentence": Pooler()}
 CASES: dict[str, tuple[Objective, dict[str, Any]]] = {

@@ -20,10 +20,10 @@ from trivium.data.batch import Batch
 from trivium.data.bucketing import Pairs
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
+from trivium.labels import IGNORED
 from trivium.models.transformer import States, build
 from trivium.objectives.options import OBJECTIVES, Seq2Seq
 from trivium.objectives.seq2seq import Seq2SeqTask
-from trivium.parts.output import IGNORED
 
 Kind = Literal["uniform", "others"]
 Text = tuple[list[int], list[int]]

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from tests.objectives.samples import letters, octets, random_rows, rows, scripted, tiny
 from trivium.data.batch import Batch
 from trivium.errors import ConfigError
+from trivium.labels import IGNORED
 from trivium.models.transformer import Transformer, build
 from trivium.objectives.options import CLASS, MASK, SEPARATOR, Spans
 from trivium.objectives.second import beside, mean
 from trivium.objectives.spans import SpansTask, borders, ends, lengths
 from trivium.parts.boundary import BoundaryHead
 from trivium.parts.options.boundary import SpanBoundary
-from trivium.parts.output import IGNORED, Head
+from trivium.parts.output import Head
 
 Flags = npt.NDArray[np.bool_]
 

@@ -164,7 +164,7 @@ def test_the_kernel_walks_as_torch_does(options: AdamW | Adam) -> None:
 @kernel
 @pytest.mark.parametrize("size", [1, 7, 1023, 1024, 1025, 5000])
 def test_the_kernel_writes_all_numbers_and_no_others(size: int) -> None:
-    from trivium.parts.kernels.adam import Rule, adam
+    from trivium.kernels.adam import Rule, adam
 
     around = [torch.full((size + 64,), 7.0, device=DEVICE, dtype=kind) for kind in (torch.float32,) * 3]
     around.append(torch.full((size + 64,), 7.0, device=DEVICE, dtype=torch.bfloat16))

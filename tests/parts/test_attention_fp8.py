@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.parts.test_attention import CAUSAL, attend, made, random
+from trivium.kernels import fp8
 from trivium.parts import attention
 from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.kernels import fp8
 from trivium.parts.linear import narrowed
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.positions import Rotary

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from trivium.errors import ConfigError
+from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import build, load_weights, weights
@@ -19,7 +20,6 @@ from trivium.parts.boundary import BoundaryHead
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.boundary import SpanBoundary
 from trivium.parts.options.norms import RMSNorm
-from trivium.parts.output import IGNORED
 
 CONFIG = ModelConfig(
     width=16,

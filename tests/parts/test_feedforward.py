@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.parts.drawing import drawn, random
 from trivium.errors import ConfigError
+from trivium.kernels import fp8
 from trivium.parts import feedforward
 from trivium.parts.feedforward import ACTIVATIONS, BENT, GluFeedForward, MlpFeedForward
-from trivium.parts.kernels import fp8
 from trivium.parts.linear import Linear, narrowed
 from trivium.parts.options.feedforward import Activation, Glu, Mlp
 from trivium.parts.site import Site

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trivium.kernels import levels
+from trivium.kernels.levels import Product
 from trivium.parts import quantized
-from trivium.parts.kernels import levels
-from trivium.parts.kernels.levels import Product
 from trivium.parts.linear import Linear
 from trivium.parts.quantized import Bits, Packed, QuantizedLinear, TiedLinear, pack, unpack
 

@@ -156,7 +156,7 @@ def test_the_rule_of_a_pair_is_the_dense_mask(data: st.DataObject) -> None:
 @given(st.data())
 def test_blocks_leave_out_nothing_that_may_be_seen(data: st.DataObject) -> None:
     """FlexAttention over the blocks (its slow reference on the CPU) gives what SDPA gives with the dense mask."""
-    from trivium.parts.kernels import flex
+    from trivium.kernels import flex
 
     keys = data.draw(st.integers(100, 300))
     queries = data.draw(st.integers(1, keys))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trivium.parts.kernels import onednn
+from trivium.kernels import onednn
 
 there = pytest.mark.skipif(onednn._operation() is None, reason="this torch has no oneDNN")
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError, RequestError
+from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build, weights
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.output import MaskedHead, NoOutput, Softmax
 from trivium.parts.options.sentence import Pooler
-from trivium.parts.output import IGNORED, Head, MaskedOutput, SoftmaxOutput
+from trivium.parts.output import Head, MaskedOutput, SoftmaxOutput
 from trivium.parts.sentence import PooledSentence
 from trivium.parts.site import Site
 

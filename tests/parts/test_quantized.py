@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trivium.parts.kernels import levels as kernel
+from trivium.kernels import levels as kernel
 from trivium.parts.linear import Linear
 from trivium.parts.quantized import GROUP, Bits, Packed, QuantizedLinear, pack, unpack, unpack_into
 

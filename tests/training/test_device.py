@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trivium.errors import ConfigError
-from trivium.parts import hardware
+from trivium.kernels import hardware
 from trivium.training import device, machine
 from trivium.training.machine import Gpu, Machine
 from trivium.training.recipe import Recipe

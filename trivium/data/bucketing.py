@@ -14,7 +14,7 @@ from trivium.data.loader import Order, Ordering, RowNumbers
 from trivium.data.packing import RowBatch
 from trivium.data.shards import Stream
 from trivium.errors import ConfigError, DataError
-from trivium.parts.output import IGNORED
+from trivium.labels import IGNORED
 
 SOURCE, TARGET = 1, 2  # the document numbers inside the row of a pair
 

@@ -11,7 +11,7 @@ from trivium.data.bucketing import Pairs, Sizes
 from trivium.data.loader import RowNumbers
 from trivium.data.packing import RowBatch, Rows
 from trivium.errors import ConfigError, DataError
-from trivium.parts.output import IGNORED
+from trivium.labels import IGNORED
 
 ARRANGEMENTS = 2**31  # of the pairs in the rows; each epoch draws one
 _ALIGN = 8  # what the width of a side is rounded up to, if neither the longest text nor data.pack decides

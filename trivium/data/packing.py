@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.data.shards import Stream
-from trivium.parts.output import IGNORED
+from trivium.labels import IGNORED
 
 # N rows, T tokens of a row, K rings
 

@@ -15,7 +15,7 @@ from trivium.data.pairs import paired
 from trivium.data.shards import Shards, Stream
 from trivium.data.writing import Split
 from trivium.errors import DataError
-from trivium.parts.output import IGNORED
+from trivium.labels import IGNORED
 from trivium.text.tokenizer import Tokenizer
 
 

@@ -138,7 +138,7 @@ def _kept(logits_nV: Tensor, top_k_n1: Tensor | None, top_p_n1: Tensor, min_p_n1
     """`keep_top_k`, `keep_top_p`, then `keep_min_p`; without a k only the last, whose p is a logarithm."""
     if top_k_n1 is not None:
         if by_kernel(logits_nV):
-            from trivium.parts.kernels.rank import ranked  # triton is there with CUDA only
+            from trivium.kernels.rank import ranked  # triton is there with CUDA only
 
             return ranked(logits_nV, top_k_n1[:, 0], top_p_n1[:, 0], min_p_n1[:, 0])
         logits_nV = _ranked(logits_nV, top_k_n1, top_p_n1)

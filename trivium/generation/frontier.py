@@ -23,7 +23,7 @@ class Rules(NamedTuple):
     vocab: int  # ids from here on are never written
     shut: Tensor  # [vocab] True for ids that are never written
     ends: Tensor | None  # ids [any] that end a text
-    kernels: bool  # whether those of `parts/kernels/beam.py` are used
+    kernels: bool  # whether those of `kernels/beam.py` are used
     penalties: Tensor  # [L] what a log-probability is divided by, for each length from 0
 
 
@@ -191,7 +191,7 @@ def candidates(scores_BJV: Tensor, live_BK: Tensor, rules: Rules) -> Candidates:
 def _best(scores_RV: Tensor, rules: Rules, count: int) -> tuple[Tensor, Tensor]:
     """The log-probabilities of the best ids of each row that may be written, and these; the others at -inf."""
     if rules.kernels:
-        from trivium.parts.kernels.beam import best, choosable  # triton is there with CUDA only
+        from trivium.kernels.beam import best, choosable  # triton is there with CUDA only
 
         if choosable(rules.vocab, count):
             return best(scores_RV, rules.shut, count)

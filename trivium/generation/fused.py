@@ -14,6 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.kernels import narrow, step
+from trivium.kernels.batch import product
+from trivium.kernels.decode import Turn, mix
+from trivium.kernels.prompt import lay
 from trivium.models.block import StandardBlock
 from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
@@ -22,10 +26,6 @@ from trivium.parts.cache import Cache, LayerCache, Slots
 from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.feedforward import ACTIVATIONS, GluFeedForward, MlpFeedForward
 from trivium.parts.hooks import any_hooks
-from trivium.parts.kernels import narrow, step
-from trivium.parts.kernels.batch import product
-from trivium.parts.kernels.decode import Turn, mix
-from trivium.parts.kernels.prompt import lay
 from trivium.parts.linear import Linear
 from trivium.parts.norms import LayerNormed, RMSNormed
 from trivium.parts.output import SoftmaxOutput

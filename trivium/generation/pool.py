@@ -89,7 +89,7 @@ class _Layer:
         """The mixed values by a kernel that reads only the filled slots; None where only the mask knows them."""
         if not self._direct or self._filled is None:
             return None
-        from trivium.parts.kernels.beam import mix, mixable  # triton is there with CUDA only
+        from trivium.kernels.beam import mix, mixable  # triton is there with CUDA only
 
         if not mixable(query_BHKE, *self._filled):
             return None

@@ -91,7 +91,7 @@ def keep_min_p(logits_BV: Tensor, p: float) -> Tensor:
 
 
 def by_kernel(logits_BV: Tensor) -> bool:
-    """Whether ranks are found without a sort, by `parts/kernels/rank.py`: the same ids stay, up to rounding at p."""
+    """Whether ranks are found without a sort, by `kernels/rank.py`: the same ids stay, up to rounding at p."""
     able = TRITON and logits_BV.device.type == "cuda" and logits_BV.dtype == torch.float32
     return able and _proven(logits_BV.device)
 
@@ -102,7 +102,7 @@ def _proven(device: torch.device) -> bool:
     logits_BV = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).mul(3).to(device)
     asked = ((20, 0.9, 0.01), (0, 0.5, 0.0), (7, 1.0, 0.05))
     try:
-        from trivium.parts.kernels.rank import ranked  # triton is there with CUDA only
+        from trivium.kernels.rank import ranked  # triton is there with CUDA only
 
         settings_3B = torch.tensor([(k, p, math.log(least) if least else -math.inf) for k, p, least in asked]).t()
         found_BV = ranked(logits_BV, *settings_3B.to(device))
@@ -126,7 +126,7 @@ def distribution(logits_BV: Tensor, seen_BV: Tensor | None, sampling: Sampling) 
         return F.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1]).to(logits_BV.dtype)
     logits_BV = heat(logits_BV, sampling.temperature)
     if (sampling.top_k or sampling.top_p < 1) and by_kernel(logits_BV):
-        from trivium.parts.kernels.rank import ranked  # triton is there with CUDA only
+        from trivium.kernels.rank import ranked  # triton is there with CUDA only
 
         least = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
         asked = (min(sampling.top_k, logits_BV.shape[-1]), sampling.top_p, least)

@@ -171,7 +171,7 @@ class Bank:
         if not self.slots.kernel or any(kind):
             self.finish(logits_BV, kind)
             return logits_BV
-        from trivium.parts.kernels.step import move
+        from trivium.kernels.step import move
 
         state = (self.last_B, self.slots.lengths_B, self.active_B, self.ring_RB, self.count_B)
         early = self._fused is not None and self._fused.bold

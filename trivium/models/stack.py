@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trivium.kernels.hardware import working
 from trivium.models.block import Around
 from trivium.models.config import ModelConfig, Stack, inner, sharing
 from trivium.parts.cache import Cache
 from trivium.parts.dropout import locked
-from trivium.parts.hardware import working
 from trivium.parts.masks import AnyMask, Mask, Resolved
 from trivium.parts.options.attention import Shape
 from trivium.parts.positions import Positions

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError, RequestError, printable
+from trivium.kernels.hardware import trim_heap
 from trivium.models.config import SHARED, ModelConfig, Stack
 from trivium.models.stack import PlainStack
 from trivium.models.unwritten import tracked
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache
 from trivium.parts.embeddings import TokenEmbedding
-from trivium.parts.hardware import trim_heap
 from trivium.parts.linear import Linear, columns
 from trivium.parts.masks import Mask
 from trivium.parts.output import Head

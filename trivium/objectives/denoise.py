@@ -13,12 +13,13 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
+from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import States
 from trivium.objectives.noise_lengths import Room, longest, span_counts
 from trivium.objectives.objective import counted, everywhere, forced, special
 from trivium.objectives.options import PAD, Denoise, sentinel
-from trivium.parts.output import IGNORED, Head
+from trivium.parts.output import Head
 from trivium.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]

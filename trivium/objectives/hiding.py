@@ -14,9 +14,9 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
+from trivium.labels import IGNORED
 from trivium.objectives.objective import special
 from trivium.objectives.options import CLASS, MASK, PADDING, SEPARATOR, Draw
-from trivium.parts.output import IGNORED
 from trivium.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]

@@ -14,8 +14,9 @@ from torch import Tensor
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
+from trivium.labels import IGNORED
 from trivium.models.transformer import States
-from trivium.parts.output import IGNORED, Head
+from trivium.parts.output import Head
 from trivium.text.tokenizer import Tokenizer
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
+from trivium.labels import IGNORED
 from trivium.models.transformer import States
 from trivium.objectives.objective import counted, everywhere, forced
-from trivium.parts.output import IGNORED, Head
+from trivium.parts.output import Head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

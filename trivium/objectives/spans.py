@@ -12,12 +12,13 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
+from trivium.labels import IGNORED
 from trivium.models.transformer import States
 from trivium.objectives import hiding
 from trivium.objectives.hiding import Draws, Flags, Framed, Ids, Shares, Vocabulary
 from trivium.objectives.objective import gathered
 from trivium.objectives.options import Spans
-from trivium.parts.output import IGNORED, Head
+from trivium.parts.output import Head
 
 
 class Borders(NamedTuple):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError
+from trivium.kernels.hardware import native_bf16
 from trivium.optim.adam import AdamStepper
 from trivium.optim.groups import Weight, trainable
 from trivium.optim.options import AdamW, Muon
 from trivium.optim.stepper import Both, Optimizer, State
-from trivium.parts.hardware import native_bf16
 
 
 def build_muon(options: Muon, model: nn.Module) -> Optimizer:

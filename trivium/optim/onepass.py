@@ -39,7 +39,7 @@ class OnePass:
         self.inner.step(factor, healthy)
 
     def _by_kernel(self, pairs: list[Pair], factor: float | Tensor, healthy: Tensor) -> None:
-        from trivium.parts.kernels.adam import Rule, adam  # not above: there is no Triton for a CPU
+        from trivium.kernels.adam import Rule, adam  # not above: there is no Triton for a CPU
 
         allowed = healthy.float()
         if not isinstance(factor, Tensor):

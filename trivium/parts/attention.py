@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.kernels import fp8
+from trivium.kernels.hardware import working
 from trivium.parts.cache import LayerCache
-from trivium.parts.hardware import working
-from trivium.parts.kernels import fp8
 from trivium.parts.linear import Linear, columns, in_float8, is_plain, lending, matrix_of, product, together
 from trivium.parts.masks import Resolved
 from trivium.parts.mixers import Decoding
@@ -168,11 +168,11 @@ class MultiHeadAttention(nn.Module):
         if mask.mask is None or not TRITON or (self.dropout and self.training):
             return None
         if mask.blocks is not None:
-            from trivium.parts.kernels import flex  # not above: most runs need neither of the two
+            from trivium.kernels import flex  # not above: most runs need neither of the two
 
             able = min(self.size, self.value_size) >= 16
             return flex.attend(query, key, value, mask.blocks, scale=self.scale) if able else None
-        from trivium.parts.kernels import flash
+        from trivium.kernels import flash
 
         if not flash.able(query, value):
             return None
@@ -253,7 +253,7 @@ class MultiHeadAttention(nn.Module):
         if apart and self.query.narrow and in_float8(x_BTD, len(weight)):
             return fp8.cut8(x_BTD, weight, bias, heads, working(x_BTD))
         if apart and bias is not None and bias.requires_grad and self._parted(x_BTD):
-            from trivium.parts.kernels import parted  # not above: without a GPU there is no Triton
+            from trivium.kernels import parted  # not above: without a GPU there is no Triton
 
             return parted.cut(product(x_BTD, weight, bias.detach()), bias, heads)
         heads_BTHE = product(x_BTD, weight, bias, narrow=self.query.narrow).view(*x_BTD.shape[:2], -1, self.size)

@@ -73,7 +73,7 @@ class LayerCache:
         if self.slots is None or not self.slots.direct:
             return None
         if self.slots.kernel and self.arrived is not None:
-            from trivium.parts.kernels.decode import attend, fits  # triton is not everywhere
+            from trivium.kernels.decode import attend, fits  # triton is not everywhere
 
             if fits(query_BHTE, self.keys, self.values):
                 held = (self.keys, self.values, self.slots.lengths_B, self.arrived)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.kernels import fp8, rectify
+from trivium.kernels.eager import SquaredRelu, wanted
+from trivium.kernels.hardware import working
 from trivium.parts.dropout import dropout, locked
-from trivium.parts.hardware import working
-from trivium.parts.kernels import fp8, rectify
-from trivium.parts.kernels.eager import SquaredRelu, wanted
 from trivium.parts.linear import Linear, in_float8, is_plain, lending, matrix_of, product, together
 from trivium.parts.options.feedforward import Activation, Glu, Mlp
 from trivium.parts.site import Site
@@ -139,6 +139,6 @@ def _by_kernel(x: Tensor, *layers: nn.Module) -> bool:
 
 def _bent(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, gated: bool = False) -> Tensor:
     """The hidden layer by the kernels: for the product the bias is a constant, and its gradient is theirs."""
-    from trivium.parts.kernels import bend  # not above: there is no Triton for a CPU
+    from trivium.kernels import bend  # not above: there is no Triton for a CPU
 
     return bend.bent(product(x, weight, None if bias is None else bias.detach()), bias, activation, gated=gated)

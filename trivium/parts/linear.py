@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.parts.hardware import working
+from trivium.kernels import fp8, onednn
+from trivium.kernels.hardware import working
 from trivium.parts.hooks import has_hooks
-from trivium.parts.kernels import fp8, onednn
 from trivium.parts.roles import NARROW, Role
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.parts.kernels.eager import RootMeanSquare, wanted
+from trivium.kernels.eager import RootMeanSquare, wanted
 
 
 class LayerNormed(nn.Module):

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.errors import RequestError
+from trivium.kernels.hardware import working
+from trivium.kernels.loss import summed
+from trivium.labels import IGNORED
 from trivium.parts.dropout import dropout
 from trivium.parts.feedforward import ACTIVATIONS
-from trivium.parts.hardware import working
-from trivium.parts.kernels.loss import IGNORED as IGNORED
-from trivium.parts.kernels.loss import summed
 from trivium.parts.linear import Linear, give_bias, is_plain
 from trivium.parts.options.output import MaskedHead, Softmax
 from trivium.parts.site import Site

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.kernels import levels as kernel
+from trivium.kernels.hardware import working
 from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.hardware import working
-from trivium.parts.kernels import levels as kernel
 from trivium.parts.linear import Linear, give_bias, product
 
 Bits = Literal[8, 4]
@@ -155,7 +155,7 @@ class QuantizedLinear(nn.Module):
         packed = Packed(self.levels, self.scales)
         if not _by_gpu(x, packed):
             return self.dense().to(x.dtype)
-        from trivium.parts.kernels import narrow
+        from trivium.kernels import narrow
 
         return narrow.whole(packed, self.in_features, working(x))
 
@@ -239,7 +239,7 @@ def _by_gpu(x: Tensor, packed: Packed) -> bool:
     index = torch.cuda.current_device()  # kernels start there and nowhere else
     if x.device.index != index or packed.levels.device != x.device or not kernel.gpu(index):
         return False
-    from trivium.parts.kernels import narrow  # not above: triton is not everywhere
+    from trivium.kernels import narrow  # not above: triton is not everywhere
 
     return narrow.fits(packed)
 
@@ -248,7 +248,7 @@ def _few_there(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
     """As `_few`, on a GPU."""
     if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and x.requires_grad) or not _by_gpu(x, packed):
         return None
-    from trivium.parts.kernels import narrow
+    from trivium.kernels import narrow
 
     x_RI = x.reshape(-1, x.shape[-1]).contiguous()
     if not 0 < len(x_RI) <= narrow.MOST:

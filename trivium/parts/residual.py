@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from trivium.kernels.hardware import working
 from trivium.parts.dropout import dropout
-from trivium.parts.hardware import working
 from trivium.parts.hooks import has_hooks
 from trivium.parts.norms import LayerNormed
 
@@ -84,7 +84,7 @@ class PostConnection(nn.Module):
 
     def fork(self, x: Tensor, y: Tensor, bias: Tensor | None, fork: Fork) -> Tensor:
         """As `leave`; the gradients of the norm and of the `bias`, a constant inside `y`, are made by one kernel."""
-        from trivium.parts.kernels import postnorm  # not above: without a GPU there is no Triton
+        from trivium.kernels import postnorm  # not above: without a GPU there is no Triton
 
         norm = self.norm
         assert isinstance(norm, LayerNormed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trivium.parts.hardware import native_bf16
+from trivium.kernels.hardware import native_bf16
 from trivium.training.machine import Gpu, Machine
 from trivium.training.recipe import Recipe
 

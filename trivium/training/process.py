@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trivium.parts.hardware import set_allocator, trim_heap
+from trivium.kernels.hardware import set_allocator, trim_heap
 from trivium.training.recipe import Recipe
 
 _RECOMPILES = 32  # ragged batches: source and target lengths choose between kernels, validation has its own programs

@@ -23,8 +23,8 @@ from trivium.generation.fill import fill
 from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Prompt
 from trivium.generation.text import complete, stream_text
+from trivium.labels import IGNORED
 from trivium.objectives.masked import MASK
-from trivium.parts.output import IGNORED
 from trivium.text.framing import frame_of
 from trivium.text.tokenizer import Tokenizer
 from trivium.training.events import Sampled

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trivium.parts.kernels.eager import Turned, wanted
+from trivium.kernels.eager import Turned, wanted
 from trivium.parts.positions.base import Computed
 
 

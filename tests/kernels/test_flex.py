@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trivium.parts.kernels import flex
+from trivium.kernels import flex
 from trivium.parts.masks import Mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there is no way back on a CPU")

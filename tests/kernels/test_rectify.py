@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trivium.parts.kernels.rectify import rectified
+from trivium.kernels.rectify import rectified
 
 
 def given(biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -25,7 +25,7 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter 
 def test_the_best_are_those_of_a_stable_sort(
     dtype: torch.dtype, vocab: int, width: int, count: int, levels: int
 ) -> None:
-    from trivium.parts.kernels.beam import best
+    from trivium.kernels.beam import best
 
     draw = torch.Generator().manual_seed(vocab + levels)
     scores_RV = (torch.randint(-levels, levels + 1, (5, width), generator=draw) / levels * 9).to(dtype)
@@ -41,7 +41,7 @@ def test_the_best_are_those_of_a_stable_sort(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy
 def test_scores_that_are_no_numbers_show_in_what_is_found() -> None:
-    from trivium.parts.kernels.beam import best
+    from trivium.kernels.beam import best
 
     scores_RV = torch.zeros(4, 500)
     scores_RV[1, 77], scores_RV[2, 78], scores_RV[3] = torch.nan, torch.inf, -torch.inf
@@ -56,7 +56,7 @@ def test_scores_that_are_no_numbers_show_in_what_is_found() -> None:
 def test_beams_of_a_text_mix_the_slots_that_each_has_seen(
     dtype: torch.dtype, heads: int, groups: int, beams: int, size: int
 ) -> None:
-    from trivium.parts.kernels.beam import mix, mixable
+    from trivium.kernels.beam import mix, mixable
 
     draw = torch.Generator().manual_seed(size)
     texts, steps = 3, 30

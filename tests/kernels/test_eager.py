@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trivium.kernels.eager import RootMeanSquare, SquaredRelu, Turned, wanted
 from trivium.parts.feedforward import squared_relu
-from trivium.parts.kernels.eager import RootMeanSquare, SquaredRelu, Turned, wanted
 
 Rows = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trivium.parts.kernels.flash_blocks import LOG2E, bias_kernel, forward_kernel, keys_kernel, queries_kernel
+from trivium.kernels.flash_blocks import LOG2E, bias_kernel, forward_kernel, keys_kernel, queries_kernel
 
 
 class Block(NamedTuple):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium.parts.kernels.step import ACTIVATIONS, Scale, activate, begun, normed, started
+from trivium.kernels.step import ACTIVATIONS, Scale, activate, begun, normed, started
 
 Levels = tuple[Tensor, Tensor]  # int8 [N, P] or uint8 [N, P / 2], and scales: `quantized.Packed`
 

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from trivium.parts.hardware import working
-from trivium.parts.kernels import fp8, onednn
-from trivium.parts.kernels.fp8 import Scaled
-
-IGNORED = -100  # a label that does not count
+from trivium.kernels import fp8, onednn
+from trivium.kernels.fp8 import Scaled
+from trivium.kernels.hardware import working
+from trivium.labels import IGNORED
 
 # Rows that end where a memory line does: the wide loads of a GPU's tensor cores need it.
 ALIGNED = 64
@@ -206,7 +205,7 @@ def _differentiated(
 ) -> tuple[Tensor, Tensor]:
     """The summed loss of a chunk, and the gradient of its logits in their precision."""
     if _by_kernel(logits_NP):
-        from trivium.parts.kernels import softmax  # not above: there is no Triton for a CPU
+        from trivium.kernels import softmax  # not above: there is no Triton for a CPU
 
         return softmax.differentiated_in_place(logits_NP, bias_P, labels_N, scoring, wanted).sum(), logits_NP
     loss, gradient_NP = differentiated(logits_NP, bias_P, labels_N, scoring, wanted)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trivium.parts.kernels import levels
+from trivium.kernels import levels
 from trivium.parts.linear import Linear
 from trivium.parts.quantized import Bits, Packed, QuantizedLinear, pack, unpack
 
@@ -64,7 +64,7 @@ def zeros() -> Tensor:
 def test_few_rows_are_multiplied_with_the_matrix_of_the_levels(
     bits: Bits, rows: int, outputs: int, inputs: int, dtype: torch.dtype, close: float
 ) -> None:
-    from trivium.parts.kernels import narrow
+    from trivium.kernels import narrow
 
     if not GPU and rows > 1 and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies the bits of bfloat16")
@@ -80,7 +80,7 @@ def test_few_rows_are_multiplied_with_the_matrix_of_the_levels(
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("tile", [(1, 2, 1), (4, 4, 4), (16, 16, 4)])
 def test_one_row_is_the_same_however_its_work_is_cut(bits: Bits, tile: tuple[int, int, int]) -> None:
-    from trivium.parts.kernels import narrow
+    from trivium.kernels import narrow
 
     packed, matrix = packed_of(37, 704, bits)  # eleven groups
     x = drawn(1, 704, seed=1)
@@ -90,7 +90,7 @@ def test_one_row_is_the_same_however_its_work_is_cut(bits: Bits, tile: tuple[int
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("tile", [(16, 1, 2), (32, 3, 3), (16, 4, 4)])
 def test_parts_of_the_inputs_add_up_and_leave_their_counters_at_zero(bits: Bits, tile: tuple[int, int, int]) -> None:
-    from trivium.parts.kernels import narrow
+    from trivium.kernels import narrow
 
     packed, matrix = packed_of(50, 704, bits)
     x, arrived = drawn(6, 704, seed=1), zeros()
@@ -105,7 +105,7 @@ def test_parts_of_the_inputs_add_up_and_leave_their_counters_at_zero(bits: Bits,
 @pytest.mark.parametrize("name", ["gelu-tanh", "silu", "relu2"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_activation_gate_and_residual_are_those_of_torch(bits: Bits, rows: int, name: str, gated: bool) -> None:
-    from trivium.parts.kernels import narrow
+    from trivium.kernels import narrow
 
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -132,8 +132,8 @@ def test_activation_gate_and_residual_are_those_of_torch(bits: Bits, rows: int, 
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_norm_before_one_row_is_that_of_torch(bits: Bits, centred: bool, gated: bool) -> None:
-    from trivium.parts.kernels import narrow
-    from trivium.parts.kernels.step import Scale
+    from trivium.kernels import narrow
+    from trivium.kernels.step import Scale
 
     packed, matrix = packed_of(40, 320, bits)
     x, weight, bias = 3 + 2 * drawn(1, 320, seed=1), drawn(320, seed=2), drawn(320, seed=3)
@@ -150,7 +150,7 @@ def test_a_norm_before_one_row_is_that_of_torch(bits: Bits, centred: bool, gated
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", [1, 64])
 def test_every_level_is_exact_in_every_place(bits: Bits, rows: int) -> None:
-    from trivium.parts.kernels import narrow
+    from trivium.kernels import narrow
 
     values = torch.arange(256, dtype=torch.uint8)
     held = torch.stack([values.roll(shift) for shift in range(8)]).to(DEVICE)
@@ -176,7 +176,7 @@ def _rolled(values: list[int], times: int) -> Iterator[list[int]]:
 @pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (9, 2112)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_whole_matrix_is_that_of_the_plain_way(bits: Bits, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    from trivium.parts.kernels import narrow
+    from trivium.kernels import narrow
 
     packed, matrix = packed_of(outputs, inputs, bits)
     found = narrow.whole(packed, inputs, dtype)
@@ -187,7 +187,7 @@ def test_the_whole_matrix_is_that_of_the_plain_way(bits: Bits, outputs: int, inp
 
 
 def test_four_bits_with_an_odd_number_of_groups_are_left_to_the_plain_way() -> None:
-    from trivium.parts.kernels import narrow
+    from trivium.kernels import narrow
 
     assert [narrow.fits(pack(drawn(4, inputs), 4)) for inputs in (32, 64, 96, 128)] == [False, True, False, True]
     assert narrow.fits(pack(drawn(4, 192), 8))
@@ -196,7 +196,7 @@ def test_four_bits_with_an_odd_number_of_groups_are_left_to_the_plain_way() -> N
 
 
 def test_a_compiler_that_fails_is_told_and_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trivium.parts.kernels import narrow
+    from trivium.kernels import narrow
 
     def failing(*given: Any, **more: Any) -> Tensor:
         raise ValueError("no such instruction")

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium.parts.kernels.step import ACTIVATIONS, activate, begun, started
+from trivium.kernels.step import ACTIVATIONS, activate, begun, started
 
 # mypy: disable-error-code="no-untyped-def"
 

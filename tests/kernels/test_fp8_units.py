@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.kernels.test_fp8 import gpu
 from tests.parts.drawing import random
-from tests.parts.kernels.test_fp8 import gpu
+from trivium.kernels import fp8
 from trivium.parts.feedforward import ACTIVATIONS
-from trivium.parts.kernels import fp8
 
 INTERPRETED = fp8.KERNELS and os.environ.get("TRITON_INTERPRET") == "1"
 

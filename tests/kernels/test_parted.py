@@ -35,7 +35,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts and blocks of which even small tensors have several; the interpreter is slow."""
-    from trivium.parts.kernels import parted
+    from trivium.kernels import parted
 
     monkeypatch.setattr(parted, "LAUNCH", parted.Launch(tokens=16, columns=32, parts=3))
 
@@ -47,7 +47,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_are_laid_side_by_side_and_summed(
     rows: int, length: int, heads: int, size: int, layout: str, few: None
 ) -> None:
-    from trivium.parts.kernels.parted import together
+    from trivium.kernels.parted import together
 
     grads = [LAYOUTS[layout](draw(rows, heads, length, size, seed=seed)) for seed in range(3)]
     packed, sums = together(*grads, 3)
@@ -60,7 +60,7 @@ def test_gradients_are_laid_side_by_side_and_summed(
 
 @pytest.mark.parametrize("way", ["eager", "compiled", "recomputed"])
 def test_a_product_that_is_cut_has_the_gradients_of_one_that_is_split(way: str, few: None) -> None:
-    from trivium.parts.kernels.parted import cut
+    from trivium.kernels.parted import cut
 
     heads, size, length = 4, 16, 21
     columns = 3 * heads * size
@@ -111,7 +111,7 @@ def test_a_layer_has_the_gradients_of_the_plain_way(
     case: str, way: str, few: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Biases of float32 beside products of bfloat16; what would be no gain goes the plain way."""
-    from trivium.parts.kernels import parted
+    from trivium.kernels import parted
 
     site = Site(width=64, context=24, head=16)
     part = drawn(MultiHead(heads=4, bias="all", norm="rms" if case == "normed" else "none").build(site)).to(DEVICE)
@@ -145,7 +145,7 @@ def test_a_layer_has_the_gradients_of_the_plain_way(
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_a_step_can_be_recorded() -> None:
-    from trivium.parts.kernels.parted import cut
+    from trivium.kernels.parted import cut
 
     packed = draw(3, 200, 12 * 64).to(torch.bfloat16)
     bias, upstream = draw(12 * 64, seed=1), draw(3, 4, 200, 64, seed=2).to(torch.bfloat16)

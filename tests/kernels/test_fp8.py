@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.parts.drawing import random
-from trivium.parts.kernels import fp8
+from trivium.kernels import fp8
 from trivium.parts.linear import Linear, narrowed, product
 
 ABLE = torch.cuda.is_available() and fp8.available(torch.device("cuda"))

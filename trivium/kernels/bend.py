@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium.parts.kernels.step import ACTIVATIONS
+from trivium.kernels.step import ACTIVATIONS
 
 
 class Launch(NamedTuple):

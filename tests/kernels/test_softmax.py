@@ -13,9 +13,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.parts.drawing import random
-from trivium.parts.kernels import loss as kernels
-from trivium.parts.kernels.loss import IGNORED, Scoring, summed
-from trivium.parts.kernels.loss import differentiated as plain
+from trivium.kernels import loss as kernels
+from trivium.kernels.loss import Scoring, summed
+from trivium.kernels.loss import differentiated as plain
+from trivium.labels import IGNORED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,7 +31,7 @@ def found(
     logits: Tensor, labels: Tensor, scoring: Scoring, *, bias: Tensor | None = None, wanted: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The losses, and what has become of the logits."""
-    from trivium.parts.kernels import softmax
+    from trivium.kernels import softmax
 
     logits = logits.clone()
     return softmax.differentiated_in_place(logits, bias, labels, scoring, wanted), logits
@@ -41,7 +42,7 @@ def found(
 def test_losses_and_gradients_are_those_of_the_plain_formulas(
     vocab: int, cap: float, smoothing: float, bias: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trivium.parts.kernels import softmax
+    from trivium.kernels import softmax
 
     monkeypatch.setattr(softmax, "BLOCK", block)
     logits = 4 * random(6, 128, seed=vocab).to(DEVICE)
@@ -64,7 +65,7 @@ def test_losses_and_gradients_are_those_of_the_plain_formulas(
 def test_rows_may_lie_apart() -> None:
     wide = random(4, 192).to(DEVICE)
     labels, before = torch.arange(4, device=DEVICE), wide.clone()
-    from trivium.parts.kernels import softmax
+    from trivium.kernels import softmax
 
     softmax.differentiated_in_place(wide[:, :128], None, labels, Scoring(128), True)
     _, expected = plain(before[:, :128], None, labels, Scoring(128), True)

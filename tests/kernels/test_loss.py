@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trivium.parts.kernels import loss as kernels
-from trivium.parts.kernels.loss import ALIGNED, IGNORED, Scoring, differentiated, differentiated_in_place, summed
+from trivium.kernels import loss as kernels
+from trivium.kernels.loss import ALIGNED, Scoring, differentiated, differentiated_in_place, summed
+from trivium.labels import IGNORED
 
 N, D = 50, 16
 CASES = list(itertools.product((100, 128), (0.0, 3.0), (0.0, 0.1), (False, True), (False, True)))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, on Linux
 
 
 def native_bf16(device: torch.device) -> bool:

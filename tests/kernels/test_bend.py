@@ -23,7 +23,7 @@ from trivium.parts.options.feedforward import Glu, Mlp
 from trivium.parts.site import Site
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-bend: Any = pytest.importorskip("trivium.parts.kernels.bend", reason="needs Triton")
+bend: Any = pytest.importorskip("trivium.kernels.bend", reason="needs Triton")
 tl = triton.language
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

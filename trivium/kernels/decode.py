@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium.parts.kernels.step import begun, started
+from trivium.kernels.step import begun, started
 
 # mypy: disable-error-code="no-untyped-def"
 

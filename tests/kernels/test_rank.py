@@ -28,7 +28,7 @@ Asked = tuple[int, float, float]  # top-k, top-p, min-p
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter a smaller table: what takes several tiles there takes some at any size."""
-    from trivium.parts.kernels import rank
+    from trivium.kernels import rank
 
     if not GPU:
         monkeypatch.setattr(rank, "WIDE", 32)
@@ -56,7 +56,7 @@ def asked_of(rows: int, vocab: int, seed: int) -> list[Asked]:
 
 
 def found(logits: Tensor, asked: list[Asked]) -> Tensor:
-    from trivium.parts.kernels.rank import ranked
+    from trivium.kernels.rank import ranked
 
     settings = [(k, p, math.log(least) if least else -math.inf) for k, p, least in asked]
     return ranked(logits, *torch.tensor(settings, device=DEVICE).unbind(1))
@@ -139,7 +139,7 @@ def test_scores_of_all_magnitudes_are_ranked() -> None:
 
 
 def test_rows_and_settings_may_lie_apart() -> None:
-    from trivium.parts.kernels.rank import ranked
+    from trivium.kernels.rank import ranked
 
     wide, settings = drawn(4, 200, 3), torch.tensor([[20.0, 0.8, -4.0]] * 4, device=DEVICE)
     expected = plain(wide[:, :150], [(20, 0.8, math.exp(-4.0))] * 4)
@@ -216,7 +216,7 @@ def test_a_row_keeps_the_same_whatever_else_is_in_the_batch() -> None:
 
 @needs_gpu
 def test_a_captured_launch_follows_the_settings() -> None:
-    from trivium.parts.kernels.rank import ranked
+    from trivium.kernels.rank import ranked
 
     logits, settings = drawn(8, 50_257, 1), torch.tensor([[40.0, 0.9, -math.inf]] * 8, device=DEVICE)
     ranked(logits, *settings.unbind(1))

@@ -4,7 +4,7 @@
 
    A row's sum is taken in one order whatever rows stand beside it. Inputs are filled up to P, whole groups of 64
    (8 bits) or 32 (4 bits); a byte of 4-bit levels holds input i in its low half and input i + P / 2 in its high half.
-   Built where it runs, for the processor that it runs on: parts/kernels/levels.py. */
+   Built where it runs, for the processor that it runs on: kernels/levels.py. */
 
 #include <stdint.h>
 #include <string.h>

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 if TYPE_CHECKING:
-    from trivium.parts.kernels.flash import Plan
+    from trivium.kernels.flash import Plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -47,7 +47,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, seen: 
 def test_values_and_gradients_are_those_of_the_formula(
     queries: int, keys: int, groups: int, causal: bool, biased: bool, padded: bool
 ) -> None:
-    from trivium.parts.kernels.flash import Block, Plan
+    from trivium.kernels.flash import Block, Plan
 
     block = Block(16, 32, 4, 1)
     plan = Plan(
@@ -80,7 +80,7 @@ def test_texts_of_any_length_get_the_values_and_gradients_of_the_formula(
 
 def test_short_texts_are_cut_into_smaller_blocks_and_few_parts() -> None:
     """The plans as measured: at 114 keys blocks of 64 x 64 and 8 parts, at 512 of 128 x 64."""
-    from trivium.parts.kernels.flash import planned
+    from trivium.kernels.flash import planned
 
     for keys in (64, 114, 128):
         assert planned(keys).forward[:2] == (64, 64)
@@ -98,7 +98,7 @@ def test_the_plan_alone_says_into_how_many_parts_the_bias_is_summed(
     rows: int, keys: int, busy: int, parts: int
 ) -> None:
     """12 heads of 8 x 8 blocks are 768 programs a part; short texts have 8 parts, and none has more than rows."""
-    from trivium.parts.kernels.flash import bias_sums, planned
+    from trivium.kernels.flash import bias_sums, planned
 
     given = torch.empty(rows, 12, keys, 64, device="meta")
     bias, lse = torch.empty(1, 12, keys, keys, device="meta"), torch.empty(rows, 12, keys, device="meta")
@@ -118,7 +118,7 @@ def compare(
     plan: Plan | None,
 ) -> None:
     """Values and all gradients, of our kernels and of the formula; `heads` of queries, and of keys and values."""
-    from trivium.parts.kernels.flash import attend
+    from trivium.kernels.flash import attend
 
     generator = torch.Generator().manual_seed(queries)
 
@@ -143,7 +143,7 @@ def compare(
 
 def test_a_compiled_model_gets_the_same() -> None:
     """Two layers that share a table of biases, as in T5, with the three parts in one tensor."""
-    from trivium.parts.kernels.flash import Block, Plan, attend
+    from trivium.kernels.flash import Block, Plan, attend
 
     block, generator = Block(16, 16, 4, 1), torch.Generator().manual_seed(0)
     plan = Plan(forward=block, keys=block, queries=block, bias=block, parts=2)
@@ -170,7 +170,7 @@ def test_a_compiled_model_gets_the_same() -> None:
 
 def test_one_program_is_for_many_lengths() -> None:
     """Although the rows are summed in 8 parts at 20 keys and in 2 at 40."""
-    from trivium.parts.kernels.flash import Block, Plan, attend
+    from trivium.kernels.flash import Block, Plan, attend
 
     block, generator = Block(32, 32, 4, 1), torch.Generator().manual_seed(0)
     plan = Plan(forward=block, keys=block, queries=block, bias=block, busy=8)
@@ -196,7 +196,7 @@ def test_one_program_is_for_many_lengths() -> None:
 
 def test_gradients_of_one_product_need_no_copy() -> None:
     """Queries, keys and values out of one product: their gradients lie as those of the product do."""
-    from trivium.parts.kernels.flash import Block, Plan, attend
+    from trivium.kernels.flash import Block, Plan, attend
 
     block, generator = Block(16, 16, 4, 1), torch.Generator().manual_seed(0)
     plan = Plan(forward=block, keys=block, queries=block, bias=block, parts=1)
@@ -216,7 +216,7 @@ def test_gradients_of_one_product_need_no_copy() -> None:
     [(512, 64, False), (114, 64, True), (256, 128, True), (64, 32, False), (128, 128, True)],
 )
 def test_bfloat16_is_as_near_as_bfloat16_can_be(queries: int, size: int, causal: bool) -> None:
-    from trivium.parts.kernels.flash import able, attend
+    from trivium.kernels.flash import able, attend
 
     generator = torch.Generator(DEVICE).manual_seed(0)
     query, key, value = (
@@ -239,7 +239,7 @@ def test_bfloat16_is_as_near_as_bfloat16_can_be(queries: int, size: int, causal:
 @pytest.mark.parametrize("length", [114, 256])
 def test_a_step_can_be_recorded(length: int) -> None:
     """Into a CUDA graph, forward and backward, the gradient of the bias included."""
-    from trivium.parts.kernels.flash import attend
+    from trivium.kernels.flash import attend
 
     generator = torch.Generator(DEVICE).manual_seed(0)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium.parts.kernels.decode import Turn, angles, turned
+from trivium.kernels.decode import Turn, angles, turned
 
 # mypy: disable-error-code="no-untyped-def"
 

@@ -53,7 +53,7 @@ def _ways() -> Iterator[list[str]]:
 def built(compiler: str, flags: list[str]) -> Product | None:
     """The program, compiled with these flags in a folder that is gone afterwards; None if that fails."""
     try:
-        with tempfile.TemporaryDirectory() as folder, as_file(files("trivium.parts.kernels") / "levels.c") as source:
+        with tempfile.TemporaryDirectory() as folder, as_file(files("trivium.kernels") / "levels.c") as source:
             parts, library = Path(folder) / "levels.o", Path(folder) / "levels.so"
             # linked without -fopenmp: the names are those of the library that torch has loaded, and so are its threads
             for command in (
@@ -110,7 +110,7 @@ def gpu(index: int) -> bool:
     if find_spec("triton") is None:
         return False
     try:
-        from trivium.parts.kernels import narrow  # not above: triton is not everywhere
+        from trivium.kernels import narrow  # not above: triton is not everywhere
 
         return all(_right_there(sample, torch.device("cuda", index), narrow.multiply) for sample in _samples())
     except Exception as error:  # whatever a compiler may raise

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium.parts.kernels.bend import BARE, Launch, bend
-from trivium.parts.kernels.fp8 import FORMAT
-from trivium.parts.kernels.step import ACTIVATIONS
+from trivium.kernels.bend import BARE, Launch, bend
+from trivium.kernels.fp8 import FORMAT
+from trivium.kernels.step import ACTIVATIONS
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LEAST = tl.constexpr(1e-30)

@@ -236,7 +236,7 @@ def _parts(wide: int, summed: bool) -> int:
         power *= 2
     if not summed:
         return 0
-    from trivium.parts.kernels import rounding
+    from trivium.kernels import rounding
 
     return int(rounding.constant_parts(power))
 
@@ -244,7 +244,7 @@ def _parts(wide: int, summed: bool) -> int:
 def bent(pre_NO: Tensor, activation: str, gated: bool) -> tuple[Tensor, Scaled]:
     """The activation of each row, or of its first half times the second; and that rounded."""
     if by_kernel(pre_NO):
-        from trivium.parts.kernels import rounding  # not above: there is no Triton for a CPU
+        from trivium.kernels import rounding  # not above: there is no Triton for a CPU
 
         hidden_NH, *rounded = rounding.bent8(pre_NO, activation, gated)
         return hidden_NH, Scaled(*rounded)
@@ -260,7 +260,7 @@ def bent(pre_NO: Tensor, activation: str, gated: bool) -> tuple[Tensor, Scaled]:
 def unbent(grad_NH: Tensor, pre_NO: Tensor, activation: str, summed: bool) -> tuple[Tensor, Scaled, Tensor]:
     """The gradient of `pre`; that rounded; and the sums of its columns if they are wanted."""
     if by_kernel(pre_NO):
-        from trivium.parts.kernels import rounding
+        from trivium.kernels import rounding
 
         grad_NO, *rounded, sums = rounding.unbent8(grad_NH, pre_NO, activation, _parts(pre_NO.shape[-1], summed))
         return grad_NO, Scaled(*rounded), sums.sum(0)
@@ -278,7 +278,7 @@ def unbent(grad_NH: Tensor, pre_NO: Tensor, activation: str, summed: bool) -> tu
 def laid(query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor, summed: bool) -> tuple[Tensor, Scaled, Tensor]:
     """The three gradients side by side; that rounded; and the sums of its columns if they are wanted."""
     if by_kernel(query_BHTE):
-        from trivium.parts.kernels import rounding
+        from trivium.kernels import rounding
 
         _, heads, _, size = query_BHTE.shape
         grad_NC, *rounded, sums = rounding.laid8(query_BHTE, key_BHTE, value_BHTE, _parts(3 * heads * size, summed))

@@ -28,7 +28,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(params=[1, 4096])
 def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Parts of which even few tokens have several tiles, of one token and of more."""
-    from trivium.parts.kernels import postnorm
+    from trivium.kernels import postnorm
 
     monkeypatch.setattr(postnorm, "LAUNCH", postnorm.Launch(numbers=request.param, parts=3))
     return 3
@@ -37,7 +37,7 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (7, 24), (41, 100), (30, 768)])
 def test_the_gradients_are_those_of_autograd(tokens: int, width: int, dtype: torch.dtype, few: int) -> None:
-    from trivium.parts.kernels.postnorm import unnormed
+    from trivium.kernels.postnorm import unnormed
 
     past, into, total = ((draw(tokens, width, seed=seed) * 3 + 1).to(dtype) for seed in range(3))
     past, into = past.T.contiguous().T, into.T.contiguous().T  # however gradients lie
@@ -66,7 +66,7 @@ def test_the_gradients_are_those_of_autograd(tokens: int, width: int, dtype: tor
 def test_two_readers_and_the_layer_before_have_the_gradients_of_the_plain_way(
     way: str, shifted: bool, lend: bool, few: int
 ) -> None:
-    from trivium.parts.kernels.postnorm import normed
+    from trivium.kernels.postnorm import normed
 
     width = 24
     shapes = [(2, 5, width), (width, width), (width,), (width,), (width,)]

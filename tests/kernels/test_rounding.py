@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.parts.drawing import FORMULAS, LAYOUTS, random
+from trivium.kernels.fp8 import FORMAT, quantized
 from trivium.parts.feedforward import BENT
-from trivium.parts.kernels.fp8 import FORMAT, quantized
 
 pytest.importorskip("triton", reason="needs Triton")
-rounding: Any = pytest.importorskip("trivium.parts.kernels.rounding", reason="needs Triton")
+rounding: Any = pytest.importorskip("trivium.kernels.rounding", reason="needs Triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -309,7 +309,7 @@ def test_operators_stay_whole_in_a_compiled_graph() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", BENT)
 def test_large_layers_are_those_of_the_kernels_without_rounding(activation: str, gated: bool) -> None:
-    from trivium.parts.kernels import bend
+    from trivium.kernels import bend
 
     pre, grad = draw(4096, (1 + gated) * 3072, seed=1, scale=2), draw(4096, 3072, seed=2, scale=1e-4)
     hidden, values, scale = rounding.bent8(pre, activation, gated)
@@ -327,7 +327,7 @@ def test_large_layers_are_those_of_the_kernels_without_rounding(activation: str,
 @pytest.mark.parametrize("columns", [4104, 5632, 8192, 14_336])
 @pytest.mark.parametrize("activation", BENT)
 def test_wide_gradients_are_those_of_the_kernel_without_rounding(activation: str, columns: int) -> None:
-    from trivium.parts.kernels import bend
+    from trivium.kernels import bend
 
     pre, grad = draw(3000, 2 * columns, seed=1, scale=2), draw(3000, columns, seed=2, scale=1e-4)
     for _ in range(3):  # what is read back before it is written would differ from time to time
@@ -339,7 +339,7 @@ def test_wide_gradients_are_those_of_the_kernel_without_rounding(activation: str
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter is too slow for so many numbers")
 @pytest.mark.parametrize(("rows", "heads"), [(4, 12), (4, 16), (2, 25)])
 def test_large_gradients_side_by_side_are_those_of_the_kernel_without_rounding(rows: int, heads: int) -> None:
-    from trivium.parts.kernels import parted
+    from trivium.kernels import parted
 
     grads = [draw(rows, 1024, heads, 64, seed=seed, scale=1e-4).transpose(1, 2) for seed in range(3)]
     packed, values, scale, sums = rounding.laid8(*grads, rounding.parts(3 * heads * 64))

@@ -1,0 +1,3 @@
+"""The label that no loss counts."""
+
+IGNORED = -100  # PyTorch's own `ignore_index`
