@@ -22,6 +22,7 @@ from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache
 from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.linear import Linear, columns
+from trivium.parts.losses import Losses
 from trivium.parts.masks import Mask
 from trivium.parts.output import Head
 from trivium.parts.site import NoPart
@@ -39,10 +40,10 @@ class Shaped(Protocol):
 
 
 class States(NamedTuple):
-    """What a forward pass gives: hidden states [B, T, D], and named extra losses (balance, ponder, …)."""
+    """What a forward pass gives: hidden states [B, T, D], and the losses of the parts that have some."""
 
     hidden: Tensor
-    extra: dict[str, Tensor]
+    losses: Losses
 
 
 class Transformer(nn.Module):
