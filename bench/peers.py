@@ -102,7 +102,7 @@ def gap(model: Transformer, peer: nn.Module) -> float:
     model.eval()
     peer.eval()
     ours = model.head.logits(model(**inputs).hidden)
-    theirs = peer(**translated(Batch(inputs=inputs, targets={}, count=0))).logits
+    theirs = peer(**translated(Batch(inputs=inputs, targets={}, counts={}))).logits
     model.train(training[0])
     peer.train(training[1])
     return float((ours - theirs).abs().max())

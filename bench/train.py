@@ -30,6 +30,7 @@ from bench.torch_transformer import TorchTransformer
 from bench.workloads import CLIP, FOLDER, TINY, WORKLOADS, Workload, ground, pairs_of, row
 from trivium.data.bucketing import Buckets
 from trivium.data.loader import Order, Ordering
+from trivium.parts.losses import total
 from trivium.training.device import choose
 from trivium.training.job import Job
 from trivium.training.loop import updates
@@ -58,7 +59,7 @@ def our_side(made: Job, base: Ground, others: float) -> Side:
     each = base.recipe.batch.rows * row(base).tokens
 
     def run(number: int) -> float:
-        return sum(update.count * ratio or each for update in itertools.islice(endless, number))
+        return sum(update.tokens * ratio or each for update in itertools.islice(endless, number))
 
     return Side(run, others)
 
@@ -102,7 +103,8 @@ def check_losses(made: Job, base: Ground, peer: nn.Module) -> None:
     batch = base.task.inputs(rows.take(np.arange(2)), np.random.default_rng(0)).to(device)
     with torch.no_grad():
         made.model.train()
-        ours = float(base.task.loss(made.model.head, made.model(**batch.inputs), batch.targets)) / batch.count
+        losses = base.task.loss(made.model, made.model(**batch.inputs), batch.targets)
+        ours = float(total(losses, batch.counts))
         theirs = float(peer.train()(**translated(batch)).loss)
     if not abs(ours - theirs) <= 1e-4 * abs(theirs):
         raise SystemExit(f"not the same work: the first losses are {ours:.5f} and {theirs:.5f}")

@@ -23,6 +23,7 @@ from bench.workloads import CLIP, GPT2_10M, TINY, WORKLOADS, dry, ground, marian
 from trivium.cli.demos.assets import text_of
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer
+from trivium.parts.losses import total
 from trivium.training.prepare import job
 
 CPU = torch.device("cpu")
@@ -232,7 +233,7 @@ def test_both_sides_train_to_the_same_weights(name: str, tmp_path: Path) -> None
     moves(3)
     optimizer = base.recipe.optim.build(made.model)
     for _ in range(3):
-        loss = base.task.loss(made.model.head, made.model(**batch.inputs), batch.targets) / batch.count
+        loss = total(base.task.loss(made.model, made.model(**batch.inputs), batch.targets), batch.counts)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(made.model.parameters(), CLIP)
         optimizer.step(1.0, torch.ones(()))

@@ -9,7 +9,7 @@ from trivium.data.batch import Batch
 def batch() -> Batch:
     labels = torch.tensor([[1, 2, -100], [4, 5, 6]])
     inputs = {"tokens": torch.arange(6).view(2, 3), "prefix": torch.tensor([1, 2])}
-    return Batch(inputs=inputs, targets={"labels": labels, "where": torch.arange(2)}, count=5)
+    return Batch(inputs=inputs, targets={"labels": labels, "where": torch.arange(2)}, counts={"tokens": 5})
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
@@ -21,7 +21,7 @@ def test_a_batch_moves_as_a_whole(device: str) -> None:
     assert {name: tensor.device.type for name, tensor in tensors.items()} == dict.fromkeys(
         ("tokens", "prefix", "labels", "where"), device
     )
-    assert moved.count == 5
+    assert moved.counts == {"tokens": 5}
     if device != "meta":  # where tensors have no values
         again = moved.to(device).to("cpu")
         for name, tensor in {**batch().inputs, **batch().targets}.items():
@@ -38,7 +38,7 @@ def test_what_is_pinned_is_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     view = torch.arange(12).view(3, 4)[:, :-1]
-    pinned = Batch(inputs={"tokens": view}, targets={"labels": view.t()}, count=9).pinned()
+    pinned = Batch(inputs={"tokens": view}, targets={"labels": view.t()}, counts={"tokens": 9}).pinned()
     assert seen == [True, True]
     assert torch.equal(pinned.inputs["tokens"], view)
     assert torch.equal(pinned.targets["labels"], view.t())

@@ -62,7 +62,7 @@ def test_gathered_labels_stand_at_the_positions_they_were_gathered_from(tokenize
     batch = Batch(
         inputs={"tokens": torch.tensor([[*b"abcd"], [*b"efgh"]]), "padding": torch.tensor([[True] * 3 + [False]] * 2)},
         targets={"where": torch.tensor([1, 6, 0]), "labels": torch.tensor([ord("x"), ord("y"), -100])},
-        count=2,
+        counts={"tokens": 2},
     )
     assert cells(batch, tokenizer) == [
         Cell(0, ord("a"), "a", "", 0), Cell(1, ord("b"), "b", "x", 0), Cell(2, ord("c"), "c", "", 0),
@@ -78,7 +78,7 @@ def test_a_source_comes_before_the_tokens_and_a_prefix_is_told_from_the_rest(tok
             "prefix": torch.tensor([1]),
         },
         targets={"labels": torch.tensor([[-100, ord("c")]])},
-        count=1,
+        counts={"tokens": 1},
     )
     assert cells(batch, tokenizer) == [
         Cell(0, ord("p"), "p", "", 0, "source"),
@@ -91,7 +91,7 @@ def test_a_source_comes_before_the_tokens_and_a_prefix_is_told_from_the_rest(tok
 def test_the_preview_shows_what_an_objective_makes_of_a_row(shards: Shards, tokenizer: Tokenizer) -> None:
     def backwards(rows: RowBatch) -> Batch:
         tokens = torch.from_numpy(rows.text).flip(1)
-        return Batch(inputs={"tokens": tokens}, targets={"labels": tokens}, count=5)
+        return Batch(inputs={"tokens": tokens}, targets={"labels": tokens}, counts={"tokens": 5})
 
     shown = preview(shards, tokenizer, 5, 0, "train", backwards)
     end = tokenizer.piece(tokenizer.end)

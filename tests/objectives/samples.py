@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
 from trivium.data.packing import RowBatch, Rows
 from trivium.data.shards import Stream
@@ -71,13 +72,31 @@ def part(given: RowBatch, which: list[int] | slice) -> RowBatch:
     return RowBatch(*arrays, given.stream)
 
 
-def speaking(vocab: int) -> Head:
-    """A head whose logits are the states themselves."""
+class Clueless(nn.Module):
+    """A sentence or boundary head that has nothing to say."""
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        return hidden_BTD.new_zeros(len(hidden_BTD), 2)
+
+    def nll(self, left_ND: Tensor, right_ND: Tensor, places_N: Tensor, labels_N: Tensor) -> Tensor:
+        return left_ND.new_zeros(len(left_ND))
+
+
+class Heads(NamedTuple):
+    """A model as objectives see it."""
+
+    head: Head
+    sentence: nn.Module | None = None
+    boundary: nn.Module | None = None
+
+
+def speaking(vocab: int) -> Heads:
+    """A model whose logits are the states themselves."""
     head = Softmax().build(Site(width=vocab, context=1, vocab=vocab), None)
     assert isinstance(head, SoftmaxOutput)
     with torch.no_grad():
         head.project.weight.copy_(torch.eye(vocab))
-    return head
+    return Heads(head, Clueless(), Clueless())
 
 
 def letters(objective: Objective, count: int = 5) -> Tokenizer:

@@ -24,7 +24,8 @@ def prepared(given: RowBatch, task: CausalTask | None = None) -> Batch:
 
 
 def loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    return CausalTask(length=3).loss(speaking(logits_BTV.shape[-1]), States(logits_BTV, {}), {"labels": labels_BT})
+    task, model = CausalTask(length=3), speaking(logits_BTV.shape[-1])
+    return task.loss(model, States(logits_BTV, {}), {"labels": labels_BT})["tokens"].sum
 
 
 def test_the_worked_example() -> None:
@@ -32,20 +33,20 @@ def test_the_worked_example() -> None:
     labels_BT = batch.targets["labels"]
     assert batch.inputs["tokens"].tolist() == [[1, 3, 2], [1, 2, 0]]
     assert labels_BT.tolist() == [[3, 2, 4], [2, -100, -100]]
-    assert batch.count == 4
+    assert batch.counts["tokens"] == 4
     logits_BTV = torch.zeros(2, 3, 5)
     for t in range(3):
         logits_BTV[:, t, (t + 1) % 5] = 1.0
     total = loss(logits_BTV, labels_BT).item()
     assert total == pytest.approx(6.619330, abs=1e-5)
-    assert total / batch.count == pytest.approx(1.654832, abs=1e-6)
+    assert total / batch.counts["tokens"] == pytest.approx(1.654832, abs=1e-6)
     means = [loss(logits_BTV[[row]], labels_BT[[row]]).item() / count for row, count in ((0, 3), (1, 1))]
     assert sum(means) / 2 == pytest.approx(1.738166, abs=1e-6)  # what a mean of means would say
 
 
 def test_a_batch_with_nothing_to_predict_has_a_loss_of_exactly_zero() -> None:
     batch = prepared(rows([[1, 0, 0, 0]], [1]))
-    assert batch.count == 0
+    assert batch.counts["tokens"] == 0
     logits_BTV = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(0))
     assert loss(logits_BTV, batch.targets["labels"]).item() == 0
 
@@ -63,9 +64,9 @@ def test_accumulated_micro_batches_give_the_gradient_of_the_full_batch(sizes: li
         for size in parts:
             batches.append(prepared(rows(ids[start : start + size], real[start : start + size]), task))
             start += size
-        count = sum(batch.count for batch in batches)
+        count = sum(batch.counts["tokens"] for batch in batches)
         for batch in batches:
-            part = task.loss(model.head, model(**batch.inputs), batch.targets) / count
+            part = task.loss(model, model(**batch.inputs), batch.targets)["tokens"].sum / count
             part.backward()  # type: ignore[no-untyped-call]
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 

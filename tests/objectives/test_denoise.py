@@ -81,7 +81,7 @@ def test_the_lengths_of_t5(context: int, raw: int, targets: int) -> None:
     assert batch.inputs["source"].shape == (3, context)
     assert batch.inputs["tokens"].shape == batch.targets["labels"].shape == (3, targets)
     assert set(batch.inputs) == {"source", "tokens"}  # nothing is padded
-    assert batch.count == 3 * targets
+    assert batch.counts["tokens"] == 3 * targets
 
 
 def test_too_few_sentinels_are_refused_with_the_number_that_is_enough() -> None:
@@ -190,7 +190,7 @@ def test_one_stack_reads_the_inputs_and_then_the_targets(noise: str, attention: 
         assert set(labels[len(whole) - 1 :]) <= {IGNORED}
         if attention == "prefix":
             assert joined.inputs["prefix"][row] == len(source)
-    assert joined.count == apart.count
+    assert joined.counts["tokens"] == apart.counts["tokens"]
     assert ("prefix" in joined.inputs) == (attention == "prefix")
 
 
@@ -198,7 +198,7 @@ def test_all_of_a_joined_row_can_count() -> None:
     task = bound("decoder", 64, loss_on="all")
     batch = task.inputs(random_rows(3, task.length, 256), np.random.default_rng(0))
     assert torch.equal(batch.targets["labels"][:, :-1], batch.inputs["tokens"][:, 1:])
-    assert batch.count == 3 * (task.room.joined - 1)
+    assert batch.counts["tokens"] == 3 * (task.room.joined - 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"attention": "prefix"}, {"noise": "iid", "attention": "prefix"}])

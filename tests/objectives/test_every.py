@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.objectives.samples import cut_rows, letters, octets, part, random_rows, scripted, speaking, tiny
-from trivium.data.batch import Batch
+from trivium.data.batch import Batch, add_counts
 from trivium.data.packing import RowBatch
 from trivium.errors import ConfigError
 from trivium.labels import IGNORED
@@ -22,7 +22,7 @@ from trivium.models.config import ModelConfig
 from trivium.models.transformer import States, build
 from trivium.objectives.objective import Task
 from trivium.objectives.options import OBJECTIVES, Causal, Denoise, Masked, Objective, Prefix, Seq2Seq, Spans
-from trivium.objectives.second import beside, mean
+from trivium.parts.losses import total
 from trivium.parts.options.boundary import SpanBoundary
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.sentence import Pooler
@@ -154,9 +154,8 @@ def test_cutting_a_batch_into_micro_batches_changes_nothing(case: Case, sizes: l
     for name, tensor in whole.inputs.items():
         assert torch.equal(tensor, torch.cat([batch.inputs[name] for batch in batches]))
     assert torch.equal(spread(whole), torch.cat([spread(batch) for batch in batches]))
-    assert whole.count == sum(batch.count for batch in batches)
-    assert whole.second == sum(batch.second for batch in batches)
-    assert (whole.second > 0) == bool(case.second)
+    assert whole.counts == add_counts(batch.counts for batch in batches)
+    assert (len(whole.counts) > 1) == bool(case.second)
 
 
 def test_permuting_rows_permutes_labels(case: Case) -> None:
@@ -184,7 +183,7 @@ def test_shapes_depend_on_the_shape_of_the_rows_alone(case: Case) -> None:
 def test_the_count_is_the_number_of_labels_and_every_id_exists(case: Case, last: int) -> None:
     batch = drawn(case, case.rows(last=last))
     labels = batch.targets["labels"]
-    assert batch.count == int((labels != IGNORED).sum()) > 0
+    assert batch.counts["tokens"] == int((labels != IGNORED).sum()) > 0
     ids = torch.cat([labels[labels != IGNORED], *(batch.inputs[name].flatten() for name in ("tokens",))])
     assert 0 <= int(ids.min()) <= int(ids.max()) < case.tokenizer.size
 
@@ -193,11 +192,11 @@ def test_a_model_that_knows_has_no_loss_and_one_that_does_not_has_log_v(case: Ca
     batch = drawn(case, case.rows(last=6))
     vocab = case.tokenizer.size
     known_BTV = torch.nn.functional.one_hot(spread(batch).clamp(min=0), vocab).float() * 30
-    loss = case.task.loss(speaking(vocab), States(known_BTV, {}), batch.targets).item()
-    assert loss / batch.count < 1e-6
+    loss = case.task.loss(speaking(vocab), States(known_BTV, {}), batch.targets)["tokens"].sum.item()
+    assert loss / batch.counts["tokens"] < 1e-6
     unknown_BTV = torch.zeros_like(known_BTV)
-    loss = case.task.loss(speaking(vocab), States(unknown_BTV, {}), batch.targets).item()
-    assert loss / batch.count == pytest.approx(math.log(vocab), abs=1e-5)
+    loss = case.task.loss(speaking(vocab), States(unknown_BTV, {}), batch.targets)["tokens"].sum.item()
+    assert loss / batch.counts["tokens"] == pytest.approx(math.log(vocab), abs=1e-5)
 
 
 def test_the_loss_is_the_plain_sum_over_all_positions(case: Case) -> None:
@@ -208,14 +207,14 @@ def test_the_loss_is_the_plain_sum_over_all_positions(case: Case) -> None:
     for ours in (True, False):
         states = hidden_BTV.clone().requires_grad_()
         if ours:
-            total = case.task.loss(speaking(case.tokenizer.size), States(states, {}), batch.targets)
+            loss = case.task.loss(speaking(case.tokenizer.size), States(states, {}), batch.targets)["tokens"].sum
         else:
-            total = torch.nn.functional.cross_entropy(
+            loss = torch.nn.functional.cross_entropy(
                 states.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="sum"
             )
-        total.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         assert states.grad is not None
-        gradients.append((total.detach(), states.grad))
+        gradients.append((loss.detach(), states.grad))
     for ours_, plain in zip(*gradients, strict=True):
         torch.testing.assert_close(ours_, plain)
 
@@ -225,8 +224,10 @@ def test_a_model_of_the_family_takes_the_inputs_and_learns_from_them(case: Case,
     model = build(case.model, seed=1)
     batch = drawn(case, case.rows(last=last))
     states = model(**batch.inputs)
-    sums = beside(case.task.loss(model.head, states, batch.targets), model, states, batch.targets)
-    loss = mean(sums, (batch.count, batch.second))
+    losses = case.task.loss(model, states, batch.targets)
+    assert next(iter(losses)) == "tokens"
+    assert {loss.over for loss in losses.values()} == batch.counts.keys()
+    loss = total(losses, batch.counts)
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(math.log(case.tokenizer.size) + case.second, rel=0.2)
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
@@ -245,7 +246,7 @@ def test_a_short_row_has_the_loss_it_has_without_its_padding(case: Case) -> None
     }
     assert cut["tokens"].shape[1] < batch.inputs["tokens"].shape[1]
     with torch.no_grad():
-        whole = case.task.loss(model.head, model(**batch.inputs), batch.targets)
+        whole = case.task.loss(model, model(**batch.inputs), batch.targets)["tokens"].sum
         labels_BT = spread(batch)[:, : sizes["tokens"]]
         plain = model.head.nll(model(**cut).hidden.flatten(0, 1), labels_BT.flatten()).sum()
     torch.testing.assert_close(whole, plain, rtol=1e-5, atol=1e-5)

@@ -72,7 +72,7 @@ def test_every_cell_of_the_table_learns(architecture: str, kind: str, text: list
     for step in range(30):
         rng = np.random.default_rng(step)
         batch = task.inputs(rows.take(rng.integers(0, len(rows), 6)), rng)
-        loss = task.loss(model.head, model(**batch.inputs), batch.targets) / batch.count
+        loss = task.loss(model, model(**batch.inputs), batch.targets)["tokens"].sum / batch.counts["tokens"]
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

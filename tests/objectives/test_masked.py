@@ -54,7 +54,7 @@ def test_the_worked_example() -> None:
     assert batch.inputs["tokens"].tolist() == [[101, 7, 103, 9, 10, 102]]
     assert batch.targets["where"].tolist() == [2, 4]
     assert batch.targets["labels"].tolist() == [8, 10]
-    assert batch.count == 2
+    assert batch.counts["tokens"] == 2
     assert set(batch.inputs) == {"tokens"}
 
 
@@ -178,7 +178,7 @@ def test_coins_beyond_all_odds_still_fit() -> None:
     task = bound(40, mode="bernoulli")
     draws = np.zeros((2, 3, 40))  # every coin falls
     batch = task.inputs(random_rows(2, 40, 256), scripted(draws))
-    assert batch.count == 80
+    assert batch.counts["tokens"] == 80
     usual = task.inputs(random_rows(2, 40, 256), np.random.default_rng(0)).targets["where"]
     assert len(batch.targets["where"]) % len(usual) == 0
 
@@ -187,9 +187,9 @@ def test_a_row_of_specials_alone_has_a_loss_of_exactly_zero() -> None:
     task = bound(4)
     end = octets(task.options).end
     batch = task.inputs(rows([[end] * 5], [5]), np.random.default_rng(0))
-    assert batch.count == 0
+    assert batch.counts["tokens"] == 0
     model = build(tiny("encoder", 4, 258), seed=0)
-    assert task.loss(model.head, model(**batch.inputs), batch.targets).item() == 0
+    assert task.loss(model, model(**batch.inputs), batch.targets)["tokens"].sum.item() == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "bernoulli"}, {"frame": "bert"}, {"unit": "word"}])
@@ -220,7 +220,7 @@ def test_a_copying_model_learns_the_kept_tokens_and_nothing_about_the_masked_one
     for step in range(120):
         batch = task.inputs(random_rows(32, 16, 8, seed=step), rng)
         optimizer.zero_grad()
-        (task.loss(model.head, model(**batch.inputs), batch.targets) / batch.count).backward()  # type: ignore[no-untyped-call]
+        (task.loss(model, model(**batch.inputs), batch.targets)["tokens"].sum / batch.counts["tokens"]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     given = np.random.default_rng(1).integers(0, 8, (1000, 17))  # uniform, unlike the training rows
     batch = task.inputs(rows(given.tolist(), [17] * 1000), rng)

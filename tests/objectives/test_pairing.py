@@ -24,7 +24,7 @@ from trivium.models.transformer import build
 from trivium.objectives.masked import MaskedTask
 from trivium.objectives.options import CLASS, PADDING, SEPARATOR, Masked
 from trivium.objectives.pairing import FOLLOWS, STRANGE, Span, pair, truncated
-from trivium.objectives.second import beside, mean
+from trivium.parts.losses import total
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.sentence import Pooler
 from trivium.parts.sentence import PooledSentence
@@ -75,7 +75,7 @@ def test_the_format_is_that_of_the_paper() -> None:
     ]
     assert batch.inputs["padding"].sum(1).tolist() == [10, 10, 7]
     assert batch.targets["classes"].tolist() == [FOLLOWS, STRANGE, FOLLOWS] == [0, 1, 0]
-    assert batch.second == 3
+    assert batch.counts["sentences"] == 3
 
 
 @settings(max_examples=300, deadline=None)
@@ -248,9 +248,9 @@ def learned(documents: list[list[int]]) -> float:
     for _ in range(250):
         batch = task.inputs(rows.take(rng.integers(0, len(rows), 32)), rng)
         states = model(**batch.inputs)
-        sums = beside(task.loss(model.head, states, batch.targets), model, states, batch.targets)
+        losses = task.loss(model, states, batch.targets)
         optimizer.zero_grad()
-        mean(sums, (batch.count, batch.second)).backward()  # type: ignore[no-untyped-call]
+        total(losses, batch.counts).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     batch = task.inputs(rows.take(np.arange(1000) % len(rows)), rng)
     with torch.no_grad():

@@ -28,7 +28,7 @@ def test_one_stack_predicts_the_first_token_behind_the_prefix_from_its_last() ->
     assert batch.inputs["tokens"].tolist() == [[10, 11, 12, 13], [20, 21, 22, 0]]
     assert batch.inputs["prefix"].tolist() == [2, 2]
     assert batch.targets["labels"].tolist() == [[IGNORED, 12, 13, 14], [IGNORED, 22, IGNORED, IGNORED]]
-    assert batch.count == 4
+    assert batch.counts["tokens"] == 4
 
 
 def test_two_stacks_read_the_prefix_and_write_the_rest() -> None:
@@ -39,7 +39,7 @@ def test_two_stacks_read_the_prefix_and_write_the_rest() -> None:
     assert batch.inputs["source_padding"].tolist() == [[True, True, False, False]] * 2
     assert batch.targets["labels"].tolist() == [[12, 13, 14, IGNORED], [22, IGNORED, IGNORED, IGNORED]]
     assert batch.inputs["tokens"][:, :3].tolist() == [[pad, 12, 13], [pad, 22, 0]]
-    assert batch.count == 4
+    assert batch.counts["tokens"] == 4
 
 
 def test_both_families_predict_the_same_tokens() -> None:

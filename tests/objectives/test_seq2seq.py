@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.data.test_packing import stream
-from tests.objectives.samples import letters, octets, speaking, tiny
+from tests.objectives.samples import Heads, letters, octets, speaking, tiny
 from trivium.data.batch import Batch
 from trivium.data.bucketing import Pairs
 from trivium.data.packing import RowBatch
@@ -24,6 +24,7 @@ from trivium.labels import IGNORED
 from trivium.models.transformer import States, build
 from trivium.objectives.options import OBJECTIVES, Seq2Seq
 from trivium.objectives.seq2seq import Seq2SeqTask
+from trivium.parts.losses import total
 
 Kind = Literal["uniform", "others"]
 Text = tuple[list[int], list[int]]
@@ -61,7 +62,7 @@ def test_the_tensors_of_three_pairs() -> None:
     assert batch.inputs["tokens"].tolist() == [[PAD, 4, END, PAD, PAD], [PAD, 6, 7, 8, 0], [PAD, 3, END, PAD, PAD]]
     gone = [IGNORED] * 3
     assert batch.targets["labels"].tolist() == [[4, END, *gone], [6, 7, 8, 0, END], [3, END, *gone]]
-    assert batch.count == 9
+    assert batch.counts["tokens"] == 9
     assert batch.inputs.keys() == {"source", "source_padding", "tokens"}
 
 
@@ -81,7 +82,7 @@ def test_every_pair_is_what_a_plain_loop_gives(texts: list[Text], align: int) ->
     for side, name in ((0, "source"), (1, "tokens")):
         longest = max(len(pair[side]) + 1 for pair in texts)
         assert batch.inputs[name].shape[1] == -(-longest // align) * align
-    assert batch.count == sum(len(target) + 1 for _, target in texts)
+    assert batch.counts["tokens"] == sum(len(target) + 1 for _, target in texts)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("none", 0.440190), ("uniform", 0.590190), ("others", 0.640190)])
@@ -90,8 +91,8 @@ def test_the_example_of_the_specification(kind: str, expected: float) -> None:
     bound = options.bind(letters(options), tiny("encoder-decoder", 8, 4))
     states = States(torch.tensor([[[2.0, 1.0, 0.0, -1.0]]]), {})
     targets = {"labels": torch.tensor([[0]])}
-    assert bound.loss(speaking(4), states, targets).item() == pytest.approx(expected, abs=1e-6)
-    assert bound.score(speaking(4), states, targets).item() == pytest.approx(0.440190, abs=1e-6)
+    assert bound.loss(speaking(4), states, targets)["tokens"].sum.item() == pytest.approx(expected, abs=1e-6)
+    assert bound.validation_loss(speaking(4), states, targets)["tokens"].sum.item() == pytest.approx(0.440190, abs=1e-6)
 
 
 def spread(label: int, vocab: int, share: float, kind: Kind) -> Tensor:
@@ -111,15 +112,15 @@ def test_smoothing_is_the_cross_entropy_with_the_smoothed_label(kind: Kind, shar
     """And its gradient is the difference of the two distributions; a position that is padding has neither."""
     labels_BT = torch.tensor([[3, 0, 10], [7, IGNORED, IGNORED]])
     hidden = torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    total = task(share, kind).loss(speaking(11), States(hidden, {}), {"labels": labels_BT})
-    total.backward()  # type: ignore[no-untyped-call]
+    loss = task(share, kind).loss(speaking(11), States(hidden, {}), {"labels": labels_BT})["tokens"].sum
+    loss.backward()  # type: ignore[no-untyped-call]
     expected, gradient = 0.0, torch.zeros(2, 3, 11, dtype=torch.float64)
     for row, column in ((0, 0), (0, 1), (0, 2), (1, 0)):
         wanted = spread(int(labels_BT[row, column]), 11, share, kind)
         logprobs = hidden[row, column].detach().double().log_softmax(-1)
         expected -= float((wanted * logprobs).sum())
         gradient[row, column] = logprobs.exp() - wanted
-    assert total.item() == pytest.approx(expected, rel=1e-5)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert hidden.grad is not None
     torch.testing.assert_close(hidden.grad.double(), gradient, rtol=1e-4, atol=1e-6)
     assert not hidden.grad[1, 1:].any()
@@ -141,7 +142,7 @@ def test_the_least_smoothed_loss_is_the_entropy_that_tensor2tensor_subtracts() -
         def loss(self, hidden: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
             return self.nll(hidden, labels, smoothing=smoothing).sum()
 
-    found = bound.loss(Plain(), states, {"labels": torch.tensor([[5]])}).item()
+    found = bound.loss(Heads(Plain()), states, {"labels": torch.tensor([[5]])})["tokens"].sum.item()
     assert found == pytest.approx(1.376948, abs=1e-6)
 
 
@@ -149,10 +150,11 @@ def test_a_model_that_knows_has_no_score_and_one_that_does_not_has_log_v() -> No
     batch = made(PAIRS)
     known = torch.nn.functional.one_hot(batch.targets["labels"].clamp(min=0), 11).float() * 30
     bound = task(0.1)
-    assert bound.score(speaking(11), States(known, {}), batch.targets).item() / batch.count < 1e-6
-    assert bound.loss(speaking(11), States(known, {}), batch.targets).item() / batch.count > 1
-    for judge in (bound.loss, bound.score):
-        even = judge(speaking(11), States(torch.zeros_like(known), {}), batch.targets).item() / batch.count
+    model = speaking(11)
+    assert total(bound.validation_loss(model, States(known, {}), batch.targets), batch.counts) < 1e-6
+    assert total(bound.loss(model, States(known, {}), batch.targets), batch.counts) > 1
+    for losses in (bound.loss, bound.validation_loss):
+        even = total(losses(model, States(torch.zeros_like(known), {}), batch.targets), batch.counts).item()
         assert even == pytest.approx(math.log(11), abs=1e-5)
 
 
@@ -165,7 +167,8 @@ def test_a_padded_batch_has_the_losses_of_its_pairs_one_by_one(align: int) -> No
         batch = bound.inputs(rows(texts), np.random.default_rng(0))
         with torch.no_grad():
             states = model(**batch.inputs)
-        return [judge(model.head, states, batch.targets).item() for judge in (bound.loss, bound.score)]
+        kinds = (bound.loss, bound.validation_loss)
+        return [kind(model, states, batch.targets)["tokens"].sum.item() for kind in kinds]
 
     alone = np.array([losses([pair]) for pair in PAIRS])
     assert losses(PAIRS) == pytest.approx(alone.sum(axis=0).tolist(), rel=1e-5)

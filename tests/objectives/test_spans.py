@@ -21,9 +21,9 @@ from trivium.errors import ConfigError
 from trivium.labels import IGNORED
 from trivium.models.transformer import Transformer, build
 from trivium.objectives.options import CLASS, MASK, SEPARATOR, Spans
-from trivium.objectives.second import beside, mean
 from trivium.objectives.spans import SpansTask, borders, ends, lengths
 from trivium.parts.boundary import BoundaryHead
+from trivium.parts.losses import total
 from trivium.parts.options.boundary import SpanBoundary
 from trivium.parts.output import Head
 
@@ -89,7 +89,7 @@ def test_the_worked_example() -> None:
     assert batch.targets["right"].tolist() == [7, 7, 7]
     assert batch.targets["places"].tolist() == [0, 1, 2]  # p1, p2, p3
     assert batch.targets["bordered"].tolist() == batch.targets["labels"].tolist() == [*text[4:7]]
-    assert (batch.count, batch.second) == (3, 3)
+    assert (batch.counts["tokens"], batch.counts["boundary"]) == (3, 3)
 
 
 def test_neighbouring_spans_are_one_before_borders_and_fates() -> None:
@@ -175,11 +175,11 @@ def test_the_frame_is_a_border_and_never_hidden() -> None:
     batch = task.inputs(random_rows(50, 20, 256), np.random.default_rng(0))
     flags = chosen(batch)
     assert not flags[:, [0, -1]].any()
-    assert batch.count == 50 * 18
+    assert batch.counts["tokens"] == 50 * 18
     ids = batch.inputs["tokens"]
     assert ids[:, 0].tolist() == [task.vocabulary.ids[CLASS]] * 50
     assert ids[:, -1].tolist() == [task.vocabulary.ids[SEPARATOR]] * 50
-    assert batch.second == sum(min(last - first + 1, 15) for row in flags for first, last in runs(row))
+    assert batch.counts["boundary"] == sum(min(last - first + 1, 15) for row in flags for first, last in runs(row))
 
 
 def test_a_whole_span_has_one_fate() -> None:
@@ -220,7 +220,7 @@ def test_a_model_without_a_boundary_head_has_the_tokens_alone() -> None:
     task = bound(42, places=0)
     batch = task.inputs(random_rows(4, 40, 256), np.random.default_rng(0))
     assert set(batch.targets) == {"where", "labels"}
-    assert batch.second == 0
+    assert batch.counts.keys() == {"tokens"}
 
 
 def test_borders_learn_what_they_can_tell_and_no_more() -> None:
@@ -236,11 +236,11 @@ def test_borders_learn_what_they_can_tell_and_no_more() -> None:
             text = np.repeat(rng.integers(0, 6, (32, 25 // size + 4)), size, axis=1)[:, 3:28]
             batch = task.inputs(rows(text.tolist(), [25] * 32), rng)
             states = model(**batch.inputs)
-            sums = beside(task.loss(model.head, states, batch.targets), model, states, batch.targets)
-            assert sums.shape == (2,)
+            losses = task.loss(model, states, batch.targets)
+            assert list(losses) == ["tokens", "boundary"]
             if step < 120:
                 optimizer.zero_grad()
-                mean(sums, (batch.count, batch.second)).backward()  # type: ignore[no-untyped-call]
+                total(losses, batch.counts).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         with torch.no_grad():
             right = _right(model, batch, states.hidden)

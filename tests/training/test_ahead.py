@@ -18,11 +18,12 @@ from tests.training.conftest import FAMILIES, laid
 from tests.training.test_memory import limited
 from trivium.data.packing import RowBatch, Rows
 from trivium.models.transformer import weights
+from trivium.parts.losses import Loss, Losses
 from trivium.training import ahead as making
 from trivium.training import prepare, process
 from trivium.training.ahead import Feed, Made, made
 from trivium.training.job import Job
-from trivium.training.loop import Pending, Update, updates
+from trivium.training.loop import updates
 from trivium.training.recipe import Recipe
 
 Make = Callable[..., Recipe]
@@ -118,7 +119,7 @@ def test_no_thread_stays_behind(small: Make, tmp_path: Path, ending: str) -> Non
     elif ending == "drop":
         del steps
     elif ending == "error":
-        job.compute = lambda _: torch.zeros(())  # without a gradient
+        job.compute = lambda _: {"tokens": Loss(torch.zeros(()))}  # without a gradient
         with pytest.raises(RuntimeError):
             next(steps)
     else:
@@ -149,7 +150,7 @@ def test_batches_are_made_while_the_step_computes(small: Make, tmp_path: Path, m
         seen.append(threading.get_ident())
         return take(this, indices)
 
-    def compute(batch: Any) -> torch.Tensor:
+    def compute(batch: Any) -> Losses:
         until = time.monotonic() + 10
         while len(seen) < min(9, job.step + 3) and time.monotonic() < until:
             time.sleep(0.001)
@@ -160,61 +161,6 @@ def test_batches_are_made_while_the_step_computes(small: Make, tmp_path: Path, m
     job.compute = compute
     list(updates(job, 2))
     assert set(seen).isdisjoint({threading.get_ident()})
-
-
-def test_numbers_are_read_in_order_and_at_once_where_there_is_nothing_to_wait_for() -> None:
-    pending, one = Pending(), torch.ones(())
-    for step in (1, 2, 3):
-        pending.add(Update(step, one * step, one / step, torch.tensor(step != 2), 0.1, 5))
-    found = [(update.step, loss, norm, ok) for update, loss, norm, ok in pending.read(2)]
-    assert found == [(1, 1, 1, True), (2, 2, 0.5, False), (3, 3, pytest.approx(1 / 3), True)]
-    assert pending.read() == []
-
-
-class Slow:
-    """An event of a device that has finished so many steps."""
-
-    def __init__(self, step: int, done: list[int]) -> None:
-        self.step, self.done = step, done
-
-    def query(self) -> bool:
-        return self.step <= self.done[-1]
-
-    def synchronize(self) -> None:
-        self.done.append(max(self.step, self.done[-1]))
-
-
-def test_the_host_waits_only_for_what_is_too_long_ago() -> None:
-    pending, done, numbers = Pending(), [0], torch.ones(3)
-    lags = []
-    for step in range(1, 30):
-        update = Update(step, numbers[0], numbers[0], numbers[0] > 0, 0.1, 5)
-        pending._coming.append((update, numbers, Slow(step, done)))  # type: ignore[arg-type]
-        if step % 5 == 0:
-            done.append(step)  # a device that is fast now and then
-        pending.read(2)
-        lags.append(len(pending._coming))
-    assert max(lags) == 2
-    assert lags[4] == 0
-    assert [read.step for read, *_ in pending.read()] == [28, 29]
-
-
-class Elsewhere:
-    """Numbers on a device without events, which does all that it has to do when somebody reads one."""
-
-    is_cpu = False
-
-    def tolist(self) -> list[float]:
-        return [1.0, 1.0, 1.0]
-
-
-def test_a_device_without_events_is_waited_for_now_and_then() -> None:
-    pending, one = Pending(), torch.ones(())
-    read = []
-    for step in range(1, 10):
-        pending._coming.append((Update(step, one, one, one > 0, 0.1, 5), Elsewhere(), None))  # type: ignore[arg-type]
-        read.append([update.step for update, *_ in pending.read(2)])
-    assert read == [[], [], [1, 2, 3], [], [], [4, 5, 6], [], [], [7, 8, 9]]
 
 
 def test_seeds_of_steps_have_nothing_in_common(small: Make, tmp_path: Path) -> None:

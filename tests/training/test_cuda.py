@@ -17,8 +17,9 @@ from trivium.optim.options import OPTIMIZERS
 from trivium.parts import residual
 from trivium.parts.residual import PostConnection
 from trivium.training import prepare
-from trivium.training.loop import Pending, updates
+from trivium.training.loop import updates
 from trivium.training.metrics import rows
+from trivium.training.readout import ReadOut
 from trivium.training.recipe import Recipe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -89,7 +90,7 @@ def test_a_step_never_waits_for_the_gpu(
     recipe = small(kind, device="cuda", precision="bf16", compile="off", **{"batch.micro": 0 if twinned else 2})
     job = prepare.job(start(recipe, tmp_path).ground, 10)
     assert (job.twins is not None) == twinned
-    steps, pending = updates(job), Pending()
+    steps, pending = updates(job), ReadOut()
     next(steps)
     with no_waiting():
         for _ in range(3):

@@ -19,13 +19,14 @@ from trivium.errors import CheckpointError, Interrupted
 from trivium.training import calibrate, prepare, session
 from trivium.training.events import Progress, Said, Validated
 from trivium.training.job import Job
-from trivium.training.loop import Update, updates
+from trivium.training.loop import updates
 from trivium.training.prepare import Ground
 from trivium.training.recipe import Budget, Recipe
 from trivium.training.recipes import laid_over
 from trivium.training.samples import samples
 from trivium.training.session import Session
 from trivium.training.signals import Signals
+from trivium.training.step import Update
 from trivium.training.validate import Result, validate
 
 Make = Callable[..., Recipe]

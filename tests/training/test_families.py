@@ -15,6 +15,7 @@ from trivium.data import shards
 from trivium.data.batch import Batch
 from trivium.data.config import DataConfig
 from trivium.errors import ConfigError
+from trivium.parts.losses import Losses
 from trivium.text.kinds import Bytes
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import prepare
@@ -155,8 +156,8 @@ def test_few_validation_batches_are_not_compiled_for(
     job, seen = prepare.job(ground, 1), list[tuple[str, int]]()
     inner = job.evaluate
 
-    def noted(how: str) -> Callable[[Batch], torch.Tensor]:
-        def compute(batch: Batch) -> torch.Tensor:
+    def noted(how: str) -> Callable[[Batch], Losses]:
+        def compute(batch: Batch) -> Losses:
             seen.append((how, len(batch.inputs["tokens"])))
             return inner(batch)
 

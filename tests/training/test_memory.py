@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.training.conftest import FAMILIES, finish, laid, resume, start
 from tests.training.test_resume import assert_equal_ends
@@ -15,6 +14,7 @@ from trivium.config import read
 from trivium.data.batch import Batch
 from trivium.errors import OutOfMemory
 from trivium.models.transformer import weights
+from trivium.parts.losses import Losses
 from trivium.training import loop, prepare
 from trivium.training.calibrate import rows_that_fit
 from trivium.training.device import autocast
@@ -26,13 +26,13 @@ from trivium.training.recipe import Recipe
 Make = Callable[..., Recipe]
 
 
-def tight(most: int) -> Callable[..., Callable[[Batch], Tensor]]:
+def tight(most: int) -> Callable[..., Callable[[Batch], Losses]]:
     """A computation on a device that holds so many rows; what it did before it failed stays done."""
 
-    def computation(*arguments: object) -> Callable[[Batch], Tensor]:
+    def computation(*arguments: object) -> Callable[[Batch], Losses]:
         inner = loop.computation(*arguments)  # type: ignore[arg-type]
 
-        def compute(batch: Batch) -> Tensor:
+        def compute(batch: Batch) -> Losses:
             if len(batch.inputs["tokens"]) > most:
                 torch.rand(3)  # the random numbers of a half-done forward pass
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -69,7 +69,7 @@ def test_what_was_computed_before_memory_ran_out_does_not_count(small: Make, tmp
     job.micro = 3
     inner, calls = job.compute, iter(range(100))
 
-    def compute(batch: Batch) -> Tensor:
+    def compute(batch: Batch) -> Losses:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return inner(batch)
@@ -110,7 +110,7 @@ def test_a_row_that_does_not_fit_alone_is_an_error(small: Make, tmp_path: Path) 
 def test_any_other_error_is_not_taken_for_memory(small: Make, tmp_path: Path) -> None:
     job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 5)
 
-    def broken(batch: Batch) -> Tensor:
+    def broken(batch: Batch) -> Losses:
         raise RuntimeError("the shapes do not match")
 
     job.compute = broken

@@ -46,7 +46,7 @@ def summed(job: Job, rows: Pairs | PackedPairs, numbers: list[int]) -> tuple[flo
     batch = job.task.inputs(rows.take(np.array(numbers)), np.random.default_rng(0))
     job.model.train()
     job.model.zero_grad()
-    loss = job.compute(batch)
+    loss = job.compute(batch)["tokens"].sum
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach()), [
         parameter.grad.clone() for parameter in job.model.parameters() if parameter.grad is not None

@@ -18,9 +18,10 @@ from tests.training.conftest import laid
 from trivium.training import prepare
 from trivium.training.device import settle
 from trivium.training.job import Job
-from trivium.training.loop import Update, updates
+from trivium.training.loop import updates
 from trivium.training.recipe import Recipe
 from trivium.training.scaling import Dynamic
+from trivium.training.step import Update
 
 Make = Callable[..., Recipe]
 
@@ -75,7 +76,7 @@ def test_an_overflow_halves_the_scale_and_moves_nothing_but_the_data(small: Make
     before, cursor = held(job), job.cursor
     update = next(steps)
     assert update.overflow
-    assert not update.allowed
+    assert not update.finite
     assert update.scale == 2.0**60
     assert torch.isfinite(update.loss)
     assert same(held(job), before)
@@ -117,7 +118,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(small: Make, tmp_path: Path) -
     scale = job.scaler.scale
     update: Update = next(updates(job))
     assert not update.overflow
-    assert not update.allowed
+    assert not update.finite
     assert job.scaler.scale == scale  # a smaller one would not help
     assert job.overflows == 0
 

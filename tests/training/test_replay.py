@@ -18,12 +18,14 @@ from trivium.data.batch import Batch
 from trivium.errors import ConfigError
 from trivium.models.transformer import weights
 from trivium.optim.options import OPTIMIZERS
+from trivium.parts.losses import Losses
 from trivium.training import prepare
 from trivium.training.ahead import Feed
 from trivium.training.job import Job
-from trivium.training.loop import Update, _update, advance, updates
+from trivium.training.loop import _update, advance, updates
 from trivium.training.recipe import Recipe
-from trivium.training.replay import WARM, Outcome, Replay, captured
+from trivium.training.replay import WARM, Replay, captured
+from trivium.training.step import StepResult, Update
 
 Make = Callable[..., Recipe]
 
@@ -34,29 +36,28 @@ class Tape:
     def __init__(self) -> None:
         self.recorded = self.played = 0
 
-    def record(self, step: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+    def record(self, step: Callable[[], StepResult]) -> tuple[StepResult, Callable[[], None]]:
         self.recorded += 1
-        places = torch.zeros(()), torch.zeros(()), torch.zeros((), dtype=torch.bool)
+        result = StepResult(torch.zeros(4), {"tokens": "tokens"})
 
         def play() -> None:
             self.played += 1
-            for place, value in zip(places, step(), strict=True):
-                place.copy_(value)
+            result.numbers.copy_(step().numbers)
 
-        return places, play
+        return result, play
 
 
 def steps(job: Job, number: int, tape: Tape | None) -> list[Update]:
     record = (lambda _: pytest.fail("recorded")) if tape is None else tape.record
     replay = Replay(torch.device("cpu"), lambda parts, dials: advance(job, parts, dials), record)
     if tape is None:
-        replay.recorded = lambda made, dials: None  # type: ignore[method-assign]
+        replay.recorded = lambda made, scalars: None  # type: ignore[method-assign]
     with Feed(job, 0) as feed:
         return [_update(job, feed, replay) for _ in range(number)]
 
 
 def numbers(made: list[Update]) -> list[tuple[float, float, bool, int]]:
-    return [(float(update.loss), float(update.norm), bool(update.allowed), update.count) for update in made]
+    return [(float(update.loss), float(update.norm), bool(update.finite), update.tokens) for update in made]
 
 
 def same(one: Job, other: Job) -> bool:
@@ -102,8 +103,8 @@ def test_a_step_that_is_not_finite_moves_nothing_and_none_does_after_it(small: M
     job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 20)
     inner, bad = job.compute, torch.tensor(1.0)
 
-    def compute(batch: Any) -> torch.Tensor:
-        return inner(batch) * bad
+    def compute(batch: Any) -> Losses:
+        return {name: loss._replace(sum=loss.sum * bad) for name, loss in inner(batch).items()}
 
     job.compute = compute
     tape = Tape()
@@ -116,7 +117,7 @@ def test_a_step_that_is_not_finite_moves_nothing_and_none_does_after_it(small: M
         bad.fill_(1.0)
         ill.append(_update(job, feed, replay))
     assert tape.played == 4
-    assert [bool(update.allowed) for update in good + ill] == [True] * (WARM + 2) + [False, False]
+    assert [bool(update.finite) for update in good + ill] == [True] * (WARM + 2) + [False, False]
     assert all(torch.equal(tensor, held[name]) for name, tensor in weights(job.model).items())
 
 
@@ -128,14 +129,14 @@ class Full(Tape):
         self.job, self.ends, self.where = job, ends, where
         self.inner, job.compute = job.compute, self.compute
 
-    def record(self, step: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+    def record(self, step: Callable[[], StepResult]) -> tuple[StepResult, Callable[[], None]]:
         if self.where == "recording":
             self.run_out()
         outcome, play = super().record(step)
         self.held = weakref.ref(play)
         return outcome, play
 
-    def compute(self, batch: Batch) -> torch.Tensor:
+    def compute(self, batch: Batch) -> Losses:
         if self.where == "step":
             self.run_out()
         return self.inner(batch)
@@ -184,8 +185,8 @@ def test_what_cannot_be_recorded_is_said_in_a_sentence(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
 
-    def ends(error: Exception) -> Callable[[], Outcome]:
-        def step() -> Outcome:
+    def ends(error: Exception) -> Callable[[], StepResult]:
+        def step() -> StepResult:
             raise error
 
         return step

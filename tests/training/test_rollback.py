@@ -22,11 +22,13 @@ from trivium.checkpoints.store import Store
 from trivium.config import load, overrides
 from trivium.data.packing import RowBatch, Rows
 from trivium.errors import CheckpointError, Diverged
+from trivium.parts.losses import Losses
 from trivium.parts.output import SoftmaxOutput
 from trivium.training import loop, prepare, rollback
 from trivium.training.events import Event, Progress, Said, Saved, Validated
 from trivium.training.job import Job
 from trivium.training.metrics import rows
+from trivium.training.readout import AsyncCopy
 from trivium.training.recipe import Recipe
 from trivium.training.rollback import History
 from trivium.training.session import Session
@@ -202,12 +204,12 @@ def test_a_run_that_keeps_failing_stops_at_a_good_checkpoint_and_names_the_regio
     recipe = spiky()
     honest = loop.gradients
 
-    def enlarged(job: Job, parts: Any, dials: Any) -> torch.Tensor:
-        loss = honest(job, parts, dials)
+    def enlarged(job: Job, parts: Any, scalars: Any) -> tuple[torch.Tensor, Losses]:
+        loss, losses = honest(job, parts, scalars)
         if job.step < 70:
-            return loss
+            return loss, losses
         torch._foreach_mul_([p.grad for p in job.model.parameters() if p.grad is not None], 100.0)
-        return loss * 100
+        return loss * 100, losses
 
     monkeypatch.setattr(loop, "gradients", enlarged)
     session = start(recipe, tmp_path)
@@ -295,13 +297,13 @@ def test_a_rise_is_found_in_five_steps_even_if_the_numbers_come_as_late_as_they_
     """As on a GPU, and without a large norm; the batch two steps before the rise is left out too."""
     honest, made = loop.gradients, list[int]()
 
-    def worse(job: Job, parts: Any, dials: Any) -> torch.Tensor:
-        loss = honest(job, parts, dials)
+    def worse(job: Job, parts: Any, scalars: Any) -> tuple[torch.Tensor, Losses]:
+        loss, losses = honest(job, parts, scalars)
         made.append(job.step + 1)
-        return loss if job.skipped or job.step < phase else loss + 3
+        return loss if job.skipped or job.step < phase else loss + 3, losses
 
     monkeypatch.setattr(loop, "gradients", worse)
-    monkeypatch.setattr(loop, "_arrived", lambda *_: False)
+    monkeypatch.setattr(AsyncCopy, "has_arrived", lambda *_, **__: False)
     session = start(spiky(**{"budget.steps": 80, "log": 80, "checkpoint.every": 30.0, "evaluate.every": 0.0}), tmp_path)
     finish(session)
     [entry] = rows(session.folder / "events.jsonl")

@@ -27,9 +27,9 @@ from trivium.parts.output import SoftmaxOutput
 from trivium.text.kinds import Chars
 from trivium.training import prepare
 from trivium.training.events import Progress, Said, Sampled, Saved, Validated
-from trivium.training.loop import Update
 from trivium.training.metrics import Journal, rows
 from trivium.training.recipe import Evaluate, Recipe
+from trivium.training.step import Update
 
 Make = Callable[..., Recipe]
 
@@ -179,7 +179,7 @@ def test_stopping_freezes_the_weights_even_if_the_host_notices_late(
     for update in updates(trial):
         done.append(update)
         kept.append({name: p.detach().clone() for name, p in trial.model.named_parameters()})
-    assert [bool(update.allowed) for update in done] == [True] * 4 + [False] * 16
+    assert [bool(update.finite) for update in done] == [True] * 4 + [False] * 16
     assert all(torch.equal(kept[3][name], kept[-1][name]) for name in kept[0])
 
 

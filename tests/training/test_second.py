@@ -19,7 +19,7 @@ from trivium.training.ahead import made
 from trivium.training.loop import gradients
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
-from trivium.training.replay import Dials
+from trivium.training.step import StepScalars
 from trivium.training.validate import validate
 
 Make = Callable[..., Recipe]
@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "spans": {"objective": "spans", "model.boundary": "span", "model.boundary.size": 8},
 }
 STILL = {"model.encoder.block.dropout": 0.0, "model.encoder.block.attention.dropout": 0.0}
+NAMES = {"pairs": "sentences", "spans": "boundary"}
 each = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -76,13 +77,15 @@ def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
         ground = laid(two_heads(kind, **STILL, **{"batch.micro": micro}), tmp_path / str(micro))
         job = prepare.job(ground, 10)
         batches = made(job, (0, 0, micro))
-        loss = gradients(job, batches.parts, Dials(batches.counts, 1.0, 0.0))
-        assert batches.labels > 6
+        loss, losses = gradients(job, batches.parts, StepScalars(batches.counts, 1.0, 0.0))
+        assert batches.counts["tokens"] > 6
+        assert list(losses) == ["tokens", NAMES[kind]]
         assert all(parameter.grad is not None for parameter in job.model.parameters())
         grown = [parameter.grad for parameter in job.model.parameters() if parameter.grad is not None]
         judged = validate(job, ground.valid, limit=5)
         assert judged.bits_per_byte is None
-        found.append([loss, *grown, torch.tensor(judged.loss)])
+        means = [torch.tensor(mean) for mean in (judged.loss, *judged.losses.values())]
+        found.append([loss, *(each.sum for each in losses.values()), *grown, *means])
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
@@ -94,7 +97,10 @@ def test_a_compiled_step_has_the_same_loss(two_heads: Make, tmp_path: Path, kind
     plain, compiled = (prepare.job(ground, 10) for _ in range(2))
     eager = torch.compile(compiled.compute, backend="aot_eager")
     batch = ground.task.inputs(ground.train.take(plain.order.batch(0)), np.random.default_rng(0))
-    torch.testing.assert_close(eager(batch), plain.compute(batch))
+    found, expected = eager(batch), plain.compute(batch)
+    assert [(name, *loss[1:]) for name, loss in found.items()] == [(name, *loss[1:]) for name, loss in expected.items()]
+    for name, loss in expected.items():
+        torch.testing.assert_close(found[name].sum, loss.sum)
 
 
 def test_pairs_from_one_document_are_refused_in_a_sentence(two_heads: Make, text: Path, tmp_path: Path) -> None:

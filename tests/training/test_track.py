@@ -172,3 +172,33 @@ def test_tensorboard_begins_again_without_its_old_files(monkeypatch: pytest.Monk
 def test_an_unknown_tracker_is_refused(small: Make) -> None:
     with pytest.raises(ConfigError, match="track: 'wandb' is not one of csv, tensorboard"):
         small(track="wandb")
+
+
+def test_losses_with_names_are_columns_and_curves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plain = [{"kind": "train", "step": step, "loss": 0.5} for step in (1, 2)]
+    named = [{"kind": "train", "step": 3, "loss": 0.5, "losses": {"tokens": 0.25, "balance": "nan"}}]
+    file = Csv(tmp_path / "metrics.csv")
+    for lines in (plain[:1], plain[1:], named, named):  # the last two after a part with a loss was added
+        file.write(lines)
+    told = table(tmp_path / "metrics.csv")
+    assert [(row["step"], row["losses/tokens"], row["losses/balance"]) for row in told] == [
+        ("1", "", ""),
+        ("2", "", ""),
+        ("3", "0.25", "nan"),
+        ("3", "0.25", "nan"),
+    ]
+    file.restart(plain)
+    assert tuple(table(tmp_path / "metrics.csv")[0]) == COLUMNS
+    curves: list[tuple[str, float]] = []
+
+    class Writer:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            curves.append((name, value))
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(track, "_summary_writer", lambda: Writer)
+    TensorBoard(tmp_path / "tensorboard").write(named)
+    assert curves == [("train/loss", 0.5), ("train/losses/tokens", 0.25)]

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trivium.training.events import Event, Progress, Said, Sampled, Validated, duration, line
+from trivium.training.events import Event, Progress, Said, Sampled, Validated, duration, line, terms
 from trivium.training.signals import to_standard_error
 
 _BYTES = 1_000_000  # a tick that counts up to more counts bytes; layers and tensors are never so many
@@ -127,10 +127,12 @@ class LiveWatcher:
             table.add_column(name, justify="right")
         for step, loss, found in self._rows:
             bits = [] if found.bits_per_byte is None else [f"{found.bits_per_byte:.4f}"]
-            table.add_row(str(step), f"{loss:.4f}", f"{found.loss:.4f}", *bits, "best" if found.best else "")
+            table.add_row(
+                str(step), f"{loss:.4f}", f"{found.loss:.4f}{terms(found.losses)}", *bits, "best" if found.best else ""
+            )
         now_line = (
-            f"step {now.step}/{now.total}  loss {now.loss:.4f}  norm {now.norm:.2f}  rate {now.rate:.2e}  "
-            f"{now.tokens_per_second:,.0f} tok/s  {duration(now.seconds_left)} left"
+            f"step {now.step}/{now.total}  loss {now.loss:.4f}{terms(now.losses)}  norm {now.norm:.2f}  "
+            f"rate {now.rate:.2e}  {now.tokens_per_second:,.0f} tok/s  {duration(now.seconds_left)} left"
         )
         parts: list[RenderableType] = [table, Text(now_line), self._bar(now.step, now.total)]
         for sample in self._samples:

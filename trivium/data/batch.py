@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """The model's inputs by name, what the loss compares with, and how many labels are real, known to the host."""
+    """The model's inputs by name, what the losses compare with, and what their sums are divided by."""
 
     inputs: dict[str, Tensor]  # keyword arguments of the model
     targets: dict[str, Tensor]  # "labels", and "where" if only some positions are looked at
-    count: int
-    second: int = 0  # the labels of a second head
+    counts: dict[str, int]  # "tokens": the labels that are real; what else a loss is divided by; on the host
     odd: bool = False  # has a mask for the last row of a text, which other batches of its kind go without
 
     def to(self, device: torch.device | str) -> Batch:
@@ -32,6 +31,15 @@ class Batch:
         inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
         targets = {name: change(tensor) for name, tensor in self.targets.items()}
         return replace(self, inputs=inputs, targets=targets)
+
+
+def add_counts(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The counts of several batches, by name."""
+    found: dict[str, int] = {}
+    for counts in several:
+        for name, count in counts.items():
+            found[name] = found.get(name, 0) + count
+    return found
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -61,7 +61,9 @@ def _describe(stream: Stream) -> dict[str, Any]:
 def packed(rows: RowBatch) -> Batch:
     """Rows as they are cut from the stream, each token with the next one as its label."""
     inputs = {"tokens": torch.from_numpy(rows.text), "documents": torch.from_numpy(rows.documents)}
-    return Batch(inputs=inputs, targets={"labels": torch.from_numpy(rows.labels)}, count=int(rows.lengths.sum()))
+    return Batch(
+        inputs=inputs, targets={"labels": torch.from_numpy(rows.labels)}, counts={"tokens": int(rows.lengths.sum())}
+    )
 
 
 def preview(

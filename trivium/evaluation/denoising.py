@@ -73,8 +73,8 @@ def span_loss(
         for start in range(0, len(rows), batch):
             numbers = np.arange(start, min(start + batch, len(rows)))
             some = task.inputs(rows.take(numbers), rng).to(model.device)
-            total += float(task.loss(model.head, model(**some.inputs), some.targets).double())
-            targets += some.count
+            total += float(task.loss(model, model(**some.inputs), some.targets)["tokens"].sum.double())
+            targets += some.counts["tokens"]
             tick(min(start + batch, len(rows)), len(rows))
     return Denoised(nll=total, targets=targets, rows=len(rows), row=task.length)
 

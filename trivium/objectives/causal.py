@@ -13,9 +13,9 @@ from torch import Tensor
 from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.models.transformer import States
-from trivium.objectives.objective import counted, everywhere
+from trivium.objectives.objective import HasHeads, count_labels, loss_all
 from trivium.objectives.options import Documents
-from trivium.parts.output import Head
+from trivium.parts.losses import Loss, Losses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +31,10 @@ class CausalTask:
         if self.documents == "mask":
             documents_BT = torch.from_numpy(rows.documents)
             inputs |= {"documents": documents_BT, "positions": restarting(documents_BT)}
-        return Batch(inputs=inputs, targets={"labels": labels_BT}, count=counted(labels_BT))
+        return Batch(inputs=inputs, targets={"labels": labels_BT}, counts={"tokens": count_labels(labels_BT)})
 
-    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
-        return everywhere(head, states, targets)
+    def loss(self, model: HasHeads, states: States, targets: dict[str, Tensor]) -> Losses:
+        return {"tokens": Loss(loss_all(model.head, states, targets))}
 
 
 def restarting(documents_BT: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import States
 from trivium.objectives.noise_lengths import Room, longest, span_counts
-from trivium.objectives.objective import counted, everywhere, forced, special
+from trivium.objectives.objective import HasHeads, count_labels, loss_all, shift_right, special
 from trivium.objectives.options import PAD, Denoise, sentinel
-from trivium.parts.output import Head
+from trivium.parts.losses import Loss, Losses
 from trivium.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -68,8 +68,8 @@ class DenoiseTask:
             return self._in_two(source_BS, sources_B, target_BT, targets_B)
         return self._in_one(source_BS, sources_B, target_BT, targets_B)
 
-    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
-        return everywhere(head, states, targets)
+    def loss(self, model: HasHeads, states: States, targets: dict[str, Tensor]) -> Losses:
+        return {"tokens": Loss(loss_all(model.head, states, targets))}
 
     def _coins(self, draws_BN: Draws, lengths_B: Ids) -> Flags:
         """A coin for every token but the first: with kept text in front, both sides name the runs alike."""
@@ -84,14 +84,14 @@ class DenoiseTask:
         return collapse(text_BN, away_BN, lengths_B, self.sentinels, end=self.end, fill=self.pad, width=width)
 
     def _in_two(self, source_BS: Ids, sources_B: Ids, target_BT: Ids, targets_B: Ids) -> Batch:
-        tokens, labels = forced(target_BT, targets_B, self.pad)
+        tokens, labels = shift_right(target_BT, targets_B, self.pad)
         inputs = {"source": torch.from_numpy(source_BS), "tokens": tokens}
         real_BS = np.arange(source_BS.shape[1]) < sources_B[:, None]
         # Spans give every row the same length, but for the last one of a text.
         odd = self.options.noise == "span" and not real_BS.all()
         if odd or self.options.noise == "iid":
             inputs["source_padding"] = torch.from_numpy(real_BS)
-        return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels), odd=odd)
+        return Batch(inputs=inputs, targets={"labels": labels}, counts={"tokens": count_labels(labels)}, odd=odd)
 
     def _in_one(self, source_BS: Ids, sources_B: Ids, target_BT: Ids, targets_B: Ids) -> Batch:
         at_BJ = np.broadcast_to(np.arange(self.room.joined), (len(source_BS), self.room.joined))
@@ -106,7 +106,7 @@ class DenoiseTask:
         if self.options.attention == "prefix":
             inputs["prefix"] = torch.from_numpy(sources_B)
         labels = torch.from_numpy(np.where(counts_BJ, whole_BJ, IGNORED)[:, 1:])
-        return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels))
+        return Batch(inputs=inputs, targets={"labels": labels}, counts={"tokens": count_labels(labels)})
 
 
 def span_noise(draws_BN: Draws, lengths_B: Ids, density: float, mean_span: float) -> Flags:

@@ -97,7 +97,7 @@ def real(lengths_B: Ids, width: int) -> Flags:
     return np.arange(width) < lengths_B[:, None]
 
 
-def batch(framed: Framed, tokens_BT: Ids, targets: dict[str, Tensor], *, count: int, second: int) -> Batch:
+def batch(framed: Framed, tokens_BT: Ids, targets: dict[str, Tensor], *, counts: dict[str, int]) -> Batch:
     """What the model is given: with a mask where rows are short, with segments where there are two."""
     given = {"tokens": torch.from_numpy(tokens_BT)}
     length = tokens_BT.shape[1]
@@ -107,7 +107,7 @@ def batch(framed: Framed, tokens_BT: Ids, targets: dict[str, Tensor], *, count: 
         given["padding"] = torch.from_numpy(real(framed.lengths, length))
     if framed.segments is not None:
         given["segments"] = torch.from_numpy(framed.segments)
-    return Batch(inputs=given, targets=targets, count=count, second=second, odd=odd)
+    return Batch(inputs=given, targets=targets, counts=counts, odd=odd)
 
 
 def filled(values_N: Ids, size: int, fill: int) -> Tensor:
@@ -116,6 +116,6 @@ def filled(values_N: Ids, size: int, fill: int) -> Tensor:
     return torch.from_numpy(np.concatenate([values_N, np.full(size - len(values_N), fill)]))
 
 
-def looked_at(ids_BT: Ids, where_N: Ids, size: int) -> dict[str, Tensor]:
+def gather_targets(ids_BT: Ids, where_N: Ids, size: int) -> dict[str, Tensor]:
     """The chosen positions of all rows laid end to end, and their ids."""
     return {"where": filled(where_N, size, 0), "labels": filled(ids_BT.ravel()[where_N], size, IGNORED)}

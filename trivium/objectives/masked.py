@@ -1,14 +1,16 @@
 """Hide some tokens of a row and ask for them, with or without a second text (spec: objectives §2, §3, §4)."""
 
-# B rows, T tokens (those of a frame included), N positions that are looked at, K draws for a row, W words
+# B rows, C classes, T tokens (those of a frame included), N positions that are looked at, K draws for a row, W words
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.data.batch import Batch
@@ -16,12 +18,24 @@ from trivium.data.packing import RowBatch
 from trivium.models.transformer import States
 from trivium.objectives import hiding, pairing
 from trivium.objectives.hiding import Draws, Flags, Framed, Ids, Shares, Vocabulary
-from trivium.objectives.objective import gathered
+from trivium.objectives.objective import HasHeads, loss_at
 from trivium.objectives.options import CLASS as CLASS
 from trivium.objectives.options import MASK as MASK
 from trivium.objectives.options import SEPARATOR as SEPARATOR
 from trivium.objectives.options import Masked
-from trivium.parts.output import Head
+from trivium.parts.losses import Loss, Losses
+
+
+class SentenceHead(Protocol):
+    """Gives every row a class: whether its second text follows the first."""
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def sentence_loss(model: HasHeads, states: States, targets: dict[str, Tensor]) -> Tensor:
+    """The cross-entropy of the sentence head, summed over the rows, each of which has one of the `classes` [B]."""
+    logits_BC = cast(SentenceHead, model.sentence).logits(states.hidden)
+    return F.cross_entropy(logits_BC.float(), targets["classes"], reduction="sum")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,14 +55,19 @@ class MaskedTask:
         size = self._room(*framed.ids.shape)
         while size < len(where_N):  # luck beyond all odds: one more shape for the compiler
             size *= 2
-        targets = hiding.looked_at(framed.ids, where_N, size)
+        targets = hiding.gather_targets(framed.ids, where_N, size)
+        counts = {"tokens": len(where_N)}
         if framed.classes is not None:
             targets["classes"] = torch.from_numpy(framed.classes)
-        second = 0 if framed.classes is None else len(framed.classes)
-        return hiding.batch(framed, tokens_BT, targets, count=len(where_N), second=second)
+            counts["sentences"] = len(framed.classes)
+        return hiding.batch(framed, tokens_BT, targets, counts=counts)
 
-    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
-        return gathered(head, states, targets)
+    def loss(self, model: HasHeads, states: States, targets: dict[str, Tensor]) -> Losses:
+        """The losses of the chosen tokens and, of pairs, of the question whether the second text follows the first."""
+        losses = {"tokens": Loss(loss_at(model.head, states, targets))}
+        if self.options.frame == "pair":
+            losses["sentences"] = Loss(sentence_loss(model, states, targets), over="sentences")
+        return losses
 
     def _drawn(self, rows: RowBatch, rng: np.random.Generator) -> tuple[Framed, Draws, Draws, Draws]:
         """The rows in their frame, and for every token three random numbers: is it chosen, its fate, and another id."""

@@ -14,8 +14,8 @@ from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch
 from trivium.labels import IGNORED
 from trivium.models.transformer import States
-from trivium.objectives.objective import counted, everywhere, forced
-from trivium.parts.output import Head
+from trivium.objectives.objective import HasHeads, count_labels, loss_all, shift_right
+from trivium.parts.losses import Loss, Losses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class PrefixTask:
         else:
             read_BT = at_T < split_B[:, None]
             behind_BT = np.minimum(split_B[:, None] + at_T, rows.ids.shape[1] - 1)
-            tokens, labels = forced(
+            tokens, labels = shift_right(
                 np.take_along_axis(rows.ids, behind_BT, axis=1), rows.lengths + 1 - split_B, self.pad
             )
             source_BT = np.where(read_BT, rows.text, self.pad)
@@ -46,7 +46,7 @@ class PrefixTask:
                 "source_padding": torch.from_numpy(read_BT),
                 "tokens": tokens,
             }
-        return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels))
+        return Batch(inputs=inputs, targets={"labels": labels}, counts={"tokens": count_labels(labels)})
 
-    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
-        return everywhere(head, states, targets)
+    def loss(self, model: HasHeads, states: States, targets: dict[str, Tensor]) -> Losses:
+        return {"tokens": Loss(loss_all(model.head, states, targets))}

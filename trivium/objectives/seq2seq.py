@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,23 +16,10 @@ from trivium.data.bucketing import SOURCE, TARGET
 from trivium.data.packing import RowBatch
 from trivium.models.transformer import States
 from trivium.objectives.causal import restarting
-from trivium.objectives.objective import Task, counted, everywhere, forced
-from trivium.parts.output import Head
+from trivium.objectives.objective import HasHeads, count_labels, loss_all, shift_right
+from trivium.parts.losses import Loss, Losses
 
 Ids = npt.NDArray[np.int64]
-
-
-@runtime_checkable
-class Judged(Protocol):
-    """A task that is judged by something else than what it learns from."""
-
-    def score(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
-        """The sum of the counted tokens' losses in nats, as validation reports them."""
-
-
-def judgement(task: Task) -> Callable[[Head, States, dict[str, Tensor]], Tensor]:
-    """What validation asks of a task: its score, or its loss if it has no other."""
-    return task.score if isinstance(task, Judged) else task.loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +39,13 @@ class Seq2SeqTask:
         # A row begins with the END in front of its source; the one behind the source is the source's own.
         source_BS, real_BS = self._side(rows.ids, np.ones_like(sources_B), sources_B)
         target_BT, _ = self._side(rows.ids, sources_B + 1, targets_B)
-        tokens, labels = forced(target_BT, targets_B, self.pad)
+        tokens, labels = shift_right(target_BT, targets_B, self.pad)
         inputs = {
             "source": torch.from_numpy(source_BS),
             "source_padding": torch.from_numpy(real_BS),
             "tokens": tokens,
         }
-        return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels))
+        return Batch(inputs=inputs, targets={"labels": labels}, counts={"tokens": count_labels(labels)})
 
     def _packed(self, rows: RowBatch) -> Batch:
         """Rows of several pairs, which are documents of the same number on both sides."""
@@ -83,16 +68,16 @@ class Seq2SeqTask:
             "documents": documents,
             "positions": positions,
         }
-        return Batch(inputs=inputs, targets={"labels": labels}, count=counted(labels))
+        return Batch(inputs=inputs, targets={"labels": labels}, counts={"tokens": count_labels(labels)})
 
-    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
-        """The summed smoothed loss."""
+    def loss(self, model: HasHeads, states: States, targets: dict[str, Tensor]) -> Losses:
+        """The cross-entropy with label smoothing."""
         hidden_ND = states.hidden.flatten(0, 1)
-        return head.loss(hidden_ND, targets["labels"].flatten(), smoothing=self.smoothing)
+        return {"tokens": Loss(model.head.loss(hidden_ND, targets["labels"].flatten(), smoothing=self.smoothing))}
 
-    def score(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
-        """The summed negative log-likelihood, which perplexity comes from."""
-        return everywhere(head, states, targets)
+    def validation_loss(self, model: HasHeads, states: States, targets: dict[str, Tensor]) -> Losses:
+        """The negative log-likelihood without smoothing, which perplexity comes from."""
+        return {"tokens": Loss(loss_all(model.head, states, targets))}
 
     def _side(self, ids_BU: Ids, first_B: Ids, sizes_B: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """`sizes_B` tokens of each row from `first_B` on, filled up with padding, and which of them are real."""

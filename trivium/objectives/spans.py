@@ -1,11 +1,11 @@
 """Hide spans of whole words, and ask their borders for them too (spec: objectives §5)."""
 
-# B rows, T tokens (those of a frame included), N positions that are looked at, L lengths of a span
+# B rows, T tokens (those of a frame included), N positions that are looked at, L lengths of a span, D width
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from torch import Tensor
@@ -16,9 +16,9 @@ from trivium.labels import IGNORED
 from trivium.models.transformer import States
 from trivium.objectives import hiding
 from trivium.objectives.hiding import Draws, Flags, Framed, Ids, Shares, Vocabulary
-from trivium.objectives.objective import gathered
+from trivium.objectives.objective import HasHeads, loss_at
 from trivium.objectives.options import Spans
-from trivium.parts.output import Head
+from trivium.parts.losses import Loss, Losses
 
 
 class Borders(NamedTuple):
@@ -31,6 +31,20 @@ class Borders(NamedTuple):
     right: Ids
     places: Ids
     known: Flags
+
+
+class SpanBoundaryHead(Protocol):
+    """Predicts a hidden token from the states at the borders of its span and its place in the span."""
+
+    def nll(self, left: Tensor, right: Tensor, places: Tensor, labels: Tensor) -> Tensor: ...
+
+
+def boundary_loss(model: HasHeads, states: States, targets: dict[str, Tensor]) -> Tensor:
+    """The negative log-likelihood of the boundary head, summed over the labels `bordered` [N]."""
+    hidden_ND = states.hidden.flatten(0, 1)
+    left_ND, right_ND = (hidden_ND.index_select(0, targets[side]) for side in ("left", "right"))
+    head = cast(SpanBoundaryHead, model.boundary)
+    return head.nll(left_ND, right_ND, targets["places"], targets["bordered"]).sum()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -56,8 +70,8 @@ class SpansTask:
         tokens_BT = self.vocabulary.hidden(framed.ids, chosen_BT, fate_BT, other_BT, shares)
         where_N = np.flatnonzero(chosen_BT)
         size = len(framed.ids) * self._most(self.length)
-        targets = hiding.looked_at(framed.ids, where_N, size)
-        second = 0
+        targets = hiding.gather_targets(framed.ids, where_N, size)
+        counts = {"tokens": len(where_N)}
         if self.places:
             around = borders(first_BT, last_BT, framed.lengths, self.places)
             labels_N = np.where(around.known, framed.ids.ravel()[where_N], IGNORED)
@@ -67,11 +81,15 @@ class SpansTask:
                 "places": hiding.filled(around.places, size, 0),
                 "bordered": hiding.filled(labels_N, size, IGNORED),
             }
-            second = int(around.known.sum())
-        return hiding.batch(framed, tokens_BT, targets, count=len(where_N), second=second)
+            counts["boundary"] = int(around.known.sum())
+        return hiding.batch(framed, tokens_BT, targets, counts=counts)
 
-    def loss(self, head: Head, states: States, targets: dict[str, Tensor]) -> Tensor:
-        return gathered(head, states, targets)
+    def loss(self, model: HasHeads, states: States, targets: dict[str, Tensor]) -> Losses:
+        """The losses of the hidden tokens: from their own states and, with a boundary head, from those around them."""
+        losses = {"tokens": Loss(loss_at(model.head, states, targets))}
+        if self.places:
+            losses["boundary"] = Loss(boundary_loss(model, states, targets), over="boundary")
+        return losses
 
     def _most(self, length: int) -> int:
         """How many tokens of a text are hidden: the reference counts no frame and rounds up."""

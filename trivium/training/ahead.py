@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from trivium.data.batch import Batch
+from trivium.data.batch import Batch, add_counts
 from trivium.data.bucketing import at_once
 from trivium.data.loader import share
 from trivium.training.job import Job
@@ -25,11 +25,10 @@ Moment = tuple[int, int, int]  # step, cursor and micro: what a batch is a funct
 
 
 class Made(NamedTuple):
-    """The micro-batches of a step, and what their losses are divided by."""
+    """The micro-batches of a step, and the counts that its losses are divided by."""
 
     parts: list[Batch]
-    labels: int  # that count, in all of them
-    counts: tuple[int, int]  # the same and those of a second head, at least 1
+    counts: dict[str, int]  # added up over all of them: never an average of averages
 
 
 class Feed:
@@ -76,11 +75,10 @@ def made(job: Job, moment: Moment) -> Made:
     rows = job.order.batch(cursor)
     parts = share(rows, rank=0, world=1, micro=at_once(job.order, rows, micro))
     batches = [job.task.inputs(job.rows.take(part), rng) for part in parts]
-    labels, second = sum(batch.count for batch in batches), sum(batch.second for batch in batches)
+    counts = add_counts(batch.counts for batch in batches)
     if job.model.device.type == "cuda":
         batches = [batch.pinned() for batch in batches]
-    # never an average of averages: the counts are those of the whole step, not of one of its batches
-    return Made(batches, labels, (max(1, labels), max(1, second)))
+    return Made(batches, counts)
 
 
 def number(seed: int, step: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ class Progress(NamedTuple):
     rate: float
     tokens_per_second: float
     seconds_left: float
+    losses: dict[str, float] = {}  # noqa: RUF012 - never written; the mean of every loss, where there are several
 
 
 class Validated(NamedTuple):
@@ -25,6 +27,7 @@ class Validated(NamedTuple):
     loss: float
     bits_per_byte: float | None
     best: bool
+    losses: dict[str, float] = {}  # noqa: RUF012 - never written; the mean of every loss, where there are several
 
 
 class Sampled(NamedTuple):
@@ -55,12 +58,12 @@ Event = Progress | Validated | Sampled | Saved | Said
 def line(event: Event) -> str:
     """An event as plain text; empty for those that need none."""
     match event:
-        case Progress(step, total, loss, norm, rate, speed, left):
+        case Progress(step, total, loss, norm, rate, speed, left, losses):
             pace = f"  {speed:>9,.0f} tok/s  {duration(left)} left" if speed else ""  # two steps make a speed
-            return f"step {step:>6}/{total}  loss {loss:.4f}  norm {norm:.2f}  rate {rate:.2e}{pace}"
-        case Validated(step, loss, bits, best):
+            return f"step {step:>6}/{total}  loss {loss:.4f}{terms(losses)}  norm {norm:.2f}  rate {rate:.2e}{pace}"
+        case Validated(step, loss, bits, best, losses):
             measured = "" if bits is None else f"  {bits:.4f} bits/byte"
-            return f"step {step:>6}  valid {loss:.4f}{measured}{'  best' if best else ''}"
+            return f"step {step:>6}  valid {loss:.4f}{terms(losses)}{measured}{'  best' if best else ''}"
         case Sampled(step, prompt, text, ""):
             return f"--- sample at step {step}\n{prompt}{text}\n---"
         case Sampled(step, prompt, text, reference):
@@ -69,6 +72,12 @@ def line(event: Event) -> str:
             return text
         case _:
             return ""
+
+
+def terms(losses: Mapping[str, float]) -> str:
+    """The means of several losses, to stand behind their total."""
+    shown = ", ".join(f"{name} {mean:.4f}" for name, mean in losses.items())
+    return f" ({shown})" if losses else ""
 
 
 def duration(seconds: float) -> str:

@@ -16,6 +16,7 @@ from trivium.models.transformer import Transformer, load_weights, weights
 from trivium.objectives.objective import Task
 from trivium.optim.averaging import Average
 from trivium.optim.stepper import Optimizer
+from trivium.parts.losses import Losses
 from trivium.parts.twins import Twins
 from trivium.training.guards import Soundness
 from trivium.training.recipe import Recipe
@@ -37,8 +38,8 @@ class Job:
     order: Ordering
     soundness: Soundness
     twins: Twins | None = None  # the matrices that a step multiplies by, if they are not the weights themselves
-    compute: Callable[[Batch], Tensor]  # the summed loss of a micro-batch, compiled or not
-    evaluate: Callable[[Batch], Tensor]  # the same, never compiled
+    compute: Callable[[Batch], Losses]  # the losses of a micro-batch, compiled or not
+    evaluate: Callable[[Batch], Losses]  # the same, never compiled
     timeline: Timeline
     micro: int  # rows (or tokens) of one forward pass; halved when memory runs out and the recipe leaves it open
     step: int = 0

@@ -6,11 +6,8 @@ started again makes the same updates.
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -19,66 +16,17 @@ from torch import Tensor
 from trivium.data.batch import Batch
 from trivium.errors import OutOfMemory
 from trivium.models.transformer import Transformer
-from trivium.objectives.objective import Task
-from trivium.objectives.second import beside, mean
-from trivium.objectives.seq2seq import judgement
+from trivium.objectives.objective import Task, validation_loss
+from trivium.parts.losses import Losses, merge, total
 from trivium.training.ahead import Feed, Made, lookahead, number
 from trivium.training.guards import clip, give_back, is_out_of_memory
 from trivium.training.job import Job
-from trivium.training.replay import Dials, Replay
+from trivium.training.replay import Replay
 from trivium.training.scaling import Unscaled
 from trivium.training.spikes import past
+from trivium.training.step import StepResult, StepScalars, Update, at_least_one, step_result
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Update:
-    """One finished step, its numbers still on the device."""
-
-    step: int
-    loss: Tensor
-    norm: Tensor
-    allowed: Tensor
-    rate: float
-    count: int
-    scale: float = math.inf  # of the loss, in fp16
-    overflow: bool = False  # fp16 gradients overflowed: no update was made, the scale was halved, nothing is wrong
-    note: str = ""  # a sentence for whoever watches
-
-
-class Pending:
-    """Updates whose numbers are on their way to the host, copied beside the computation."""
-
-    def __init__(self) -> None:
-        self._coming: deque[tuple[Update, Tensor, torch.cuda.Event | None]] = deque()
-
-    def add(self, update: Update) -> None:
-        numbers = torch.stack([update.loss, update.norm.float(), update.allowed.float()])
-        event = None
-        if numbers.is_cuda:
-            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._coming.append((update, numbers, event))
-
-    def read(self, behind: int = 0) -> list[tuple[Update, float, float, bool]]:
-        """All that have arrived, in order; the host waits for those that are older than the last `behind`."""
-        found: list[tuple[Update, float, float, bool]] = []
-        while self._coming and (len(self._coming) > behind or _arrived(*self._coming[0][1:], bool(found))):
-            update, numbers, event = self._coming.popleft()
-            if event is not None:
-                event.synchronize()
-            loss, norm, ok = numbers.tolist()
-            found.append((update, loss, norm, ok > 0))
-        return found
-
-
-def _arrived(numbers: Tensor, event: torch.cuda.Event | None, waited: bool) -> bool:
-    """Whether reading costs no wait: without events (mps) only after one, in which the device has done all it had."""
-    if event is not None:
-        return bool(event.query())  # type: ignore[no-untyped-call]
-    return waited or numbers.is_cpu
 
 
 def updates(job: Job, ahead: int | None = None) -> Iterator[Update]:
@@ -98,48 +46,47 @@ def _update(job: Job, feed: Feed, replay: Replay | None) -> Update:
     position = job.timeline.position(done)
     if job.twins is not None:
         job.twins.refresh()  # here, since a recorded step would not
-    factor, follow = recipe.schedule.factor(position, job.timeline.planned), job.average.share(done)
+    factor, share = recipe.schedule.factor(position, job.timeline.planned), job.average.share(done)
 
-    def attempt(made: Made) -> tuple[Tensor, Callable[[], tuple[bool, Tensor, Tensor]]]:
-        """The loss with the gradients in the model, and what moves the weights; a recorded step has done both."""
-        dials = Dials(made.counts, factor, follow)
+    def attempt(made: Made) -> Callable[[], StepResult]:
+        """Leave the gradients in the model; what then moves the weights, or has done so in a recorded step."""
+        scalars = StepScalars(at_least_one(made.counts), factor, share)
         torch.manual_seed(number(recipe.seed, job.step))  # dropout
         if replay is not None:
-            dials = replay.on_device(dials)
-            if (played := replay.recorded(made, dials)) is not None:
-                return played[0], lambda: (False, *played[1:])
-        loss = gradients(job, [part.to(job.model.device) for part in made.parts], dials)
-        return loss, lambda: move(job, loss, dials)
+            scalars = replay.on_device(scalars)
+            if (played := replay.recorded(made, scalars)) is not None:
+                return lambda: played
+        loss, losses = gradients(job, [part.to(job.model.device) for part in made.parts], scalars)
+        return lambda: move(job, loss, losses, scalars)
 
-    (loss, finish), made, note = fitted(job, feed, attempt, replay)
-    overflow, norm, allowed = finish()
-    job.overflows += overflow
+    finish, made, note = fitted(job, feed, attempt, replay)
+    result = finish()
+    job.overflows += result.overflow
     job.step += 1
     job.cursor += job.order.size
-    job.tokens += made.labels
-    return Update(job.step, loss, norm, allowed, recipe.optim.rate * factor, made.labels, scale, overflow, note)
+    job.tokens += made.counts["tokens"]
+    return Update(job.step, result, made.counts, recipe.optim.rate * factor, scale, note)
 
 
-def advance(job: Job, parts: list[Batch], dials: Dials) -> tuple[Tensor, Tensor, Tensor]:
-    """A step on batches that are on the device already: loss, gradient norm, and whether the update was allowed."""
-    loss = gradients(job, parts, dials)
-    _, norm, allowed = move(job, loss, dials)
-    return loss, norm, allowed
+def advance(job: Job, parts: list[Batch], scalars: StepScalars) -> StepResult:
+    """A step on batches that are on the device already."""
+    loss, losses = gradients(job, parts, scalars)
+    return move(job, loss, losses, scalars)
 
 
-def move(job: Job, loss: Tensor, dials: Dials) -> tuple[bool, Tensor, Tensor]:
-    """Move the weights by their gradients: whether fp16 overflowed, the gradient norm, whether it was allowed."""
+def move(job: Job, loss: Tensor, losses: Losses, scalars: StepScalars) -> StepResult:
+    """Move the weights by their gradients."""
     job.scaler.reduce(job.model.parameters())
     norm = clip(job.model.parameters(), job.recipe.clip, job.twins)
     overflow = job.scaler.overflowed(loss, norm)
     if overflow:
-        allowed = torch.zeros_like(job.soundness.sound)
+        finite = torch.zeros_like(job.soundness.sound)
     else:
-        allowed = job.soundness.allow(loss, norm)
-        job.optimizer.step(dials.factor, allowed)
-        job.average.follow(dials.follow, allowed)
+        finite = job.soundness.allow(loss, norm)
+        job.optimizer.step(scalars.factor, finite)
+        job.average.follow(scalars.average, finite)
     forget(job)
-    return overflow, norm, allowed
+    return step_result(loss, norm, finite, losses, overflow=overflow)
 
 
 def fitted(job: Job, feed: Feed, attempt: Callable[[Made], T], replay: Replay | None = None) -> tuple[T, Made, str]:
@@ -180,20 +127,21 @@ def forget(job: Job) -> None:
         job.twins.clear()
 
 
-def gradients(job: Job, parts: Sequence[Batch], dials: Dials) -> Tensor:
-    """Leave the gradients of these batches in the model; the mean loss over the labels of all of them."""
+def gradients(job: Job, parts: Sequence[Batch], scalars: StepScalars) -> tuple[Tensor, Losses]:
+    """Leave the gradients of these batches in the model; the loss over all of them, and its terms by name."""
     job.model.train()
-    loss = torch.zeros((), device=job.model.device)
+    loss, losses = torch.zeros((), device=job.model.device), Losses()
     # gradients of several parts are added up in float32, which those of twins are not
     with job.twins.used() if job.twins is not None and len(parts) == 1 else nullcontext():
         for batch in parts:
-            sums = job.compute(batch)
-            part = mean(sums, dials.counts)
+            found = job.compute(batch)
+            part = total(found, scalars.counts)
             job.scaler.enlarged(part).backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
+            losses = merge(losses, {name: each._replace(sum=each.sum.detach()) for name, each in found.items()})
             if len(parts) > 1 and loss.is_cpu:
                 give_back()  # the next part finds other holes than it needs: 10 to 40 % of the activations
-    return loss
+    return loss, losses
 
 
 def computation(
@@ -203,22 +151,22 @@ def computation(
     compiled: bool,
     ragged: bool = False,
     odd: bool = True,
-) -> Callable[[Batch], Tensor]:
-    """The road from a batch to its summed loss as one function, so that the compiler sees all of it.
+) -> Callable[[Batch], Losses]:
+    """The road from a batch to its losses as one function, so that the compiler sees all of it.
 
-    A model that is not in training is judged by what validation reports. Batches that are `ragged` have many shapes,
+    A model that is not in training gives the losses of validation. Batches that are `ragged` have many shapes,
     for which the compiler makes one program and not one each; those that are `odd` get one only if that is said, since
     compiling takes 20 s or more on a GPU, and one of them may come in an epoch.
     """
 
-    def loss(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+    def loss(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Losses:
         states = model(**inputs)
-        judge = task.loss if model.training else judgement(task)
-        return beside(judge(model.head, states, targets), model, states, targets)
+        losses = task.loss if model.training else validation_loss(task)
+        return merge(losses(model, states, targets), states.losses)
 
     function = torch.compile(loss, dynamic=True if ragged else None) if compiled else loss
 
-    def compute(batch: Batch) -> Tensor:
+    def compute(batch: Batch) -> Losses:
         with autocast():
             return (loss if batch.odd and not odd else function)(batch.inputs, batch.targets)
 

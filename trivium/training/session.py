@@ -23,11 +23,12 @@ from trivium.training.events import Event, Progress, Said, Sampled, Saved, Valid
 from trivium.training.fit import require_fit
 from trivium.training.guards import Soundness, enough_memory, is_out_of_memory
 from trivium.training.job import Job
-from trivium.training.loop import Pending, Update, updates
+from trivium.training.loop import updates
 from trivium.training.pace import Pace
 from trivium.training.persist import WAITS, Home, Record, Retry, reason
 from trivium.training.prepare import Ground, Say
 from trivium.training.process import process_settings
+from trivium.training.readout import Measured, ReadOut
 from trivium.training.rollback import History, replay
 from trivium.training.samples import samples
 from trivium.training.signals import Signals, to_standard_error
@@ -75,7 +76,7 @@ class Session:
         self.decisions = Retry("timeline.jsonl", self.notes.append)
         self.saves = Retry("the checkpoint", self.notes.append)
         self.detector = self._detector()
-        self.known: list[tuple[Update, float, float, bool]] = []  # read off the device and not yet written down
+        self.known: list[Measured] = []  # read off the device and not yet written down
         self._start_clock()
         self.trend = Trend(recipe.evaluate.patience)
         self.best = self.kept = math.inf  # the lowest validation loss, and the lowest with a checkpoint
@@ -102,7 +103,7 @@ class Session:
 
     def _train(self, job: Job, signals: Signals) -> Generator[Event, None, Alarm | None]:
         """Train to the end, or to an alarm, which is returned."""
-        recipe, timeline, pending = self.recipe, job.timeline, Pending()
+        recipe, timeline, pending = self.recipe, job.timeline, ReadOut()
         yield from self._owed(job)
         if self.trend.is_exhausted:
             yield Said(self.trend.stopped(job.step))
@@ -167,15 +168,15 @@ class Session:
         if sampling and job.step not in {row.get("step") for row in self.record.samples.rows()}:
             yield from self._sample(job)
 
-    def _read(self, pending: Pending, behind: int) -> Alarm | None:
+    def _read(self, pending: ReadOut, behind: int) -> Alarm | None:
         """Judge the numbers that have come from the device, waiting for all but the last `behind`; a bad one may end
         the run.
         """
         fresh = pending.read(behind)
         self.known += fresh
-        for update, loss, norm, ok in fresh:
-            self.pace.complete(update.step, update.count)
-            sound = ok or update.overflow
+        for update, loss, norm, finite, _ in fresh:
+            self.pace.complete(update.step, update.tokens)
+            sound = finite or update.overflow
             if not sound and self.recipe.nonfinite == "stop":
                 self._write_down()
                 self.lines.attempt(update.step, self.record.flush)
@@ -189,7 +190,7 @@ class Session:
                 return alarm
         return None
 
-    def _write_down(self) -> list[tuple[Update, float, float, bool]]:
+    def _write_down(self) -> list[Measured]:
         """Turn what is known into rows of the record; returned, since it is forgotten."""
         known, self.known = self.known, []
         self.record.add(
@@ -200,13 +201,14 @@ class Session:
                     "loss": loss,
                     "norm": norm,
                     "rate": u.rate,
-                    "tokens": u.count,
+                    "tokens": u.tokens,
                     "seconds": round(self.pace.seconds, 3),
                 }
                 | ({} if math.isinf(u.scale) else {"scale": u.scale})
-                | ({} if ok else {"skipped": True})
+                | ({} if finite else {"skipped": True})
+                | ({"losses": losses} if len(losses) > 1 else {})
             )
-            for u, loss, norm, ok in known
+            for u, loss, norm, finite, losses in known
         )
         return known
 
@@ -214,14 +216,14 @@ class Session:
         """Write down the last steps and tell how it goes."""
         known = self._write_down()
         self.lines.attempt(job.step, self.record.flush)
-        if bad := [str(u.step) for u, _, _, ok in known if not (ok or u.overflow)]:
+        if bad := [str(one.update.step) for one in known if not (one.finite or one.update.overflow)]:
             self.notes.append(f"skipped what was not finite in loss or gradient: step {', '.join(bad)}")
         yield from self._told()
-        good = [(loss, norm) for _, loss, norm, ok in known if ok]
-        if good:
+        if good := [one for one in known if one.finite]:
             speed, left = self.pace.tokens_per_second, self.deadline.seconds_left(job.total - job.step)
-            loss = sum(loss for loss, _ in good) / len(good)
-            yield Progress(job.step, job.total, loss, good[-1][1], known[-1][0].rate, speed, left)
+            loss, norm, rate = sum(one.loss for one in good) / len(good), good[-1].norm, known[-1].update.rate
+            means = {name: sum(one.losses[name] for one in good) / len(good) for name in good[0].losses}
+            yield Progress(job.step, job.total, loss, norm, rate, speed, left, means if len(means) > 1 else {})
 
     def _told(self) -> Iterator[Event]:
         notes, self.notes[:] = self.notes[:], []
@@ -229,16 +231,18 @@ class Session:
 
     def _validate(self, job: Job) -> Event:
         with self.pace.pause("validation"):
-            loss, bits = validate(job, self.ground.valid, limit=self.recipe.evaluate.rows)
+            loss, bits, losses = validate(job, self.ground.valid, limit=self.recipe.evaluate.rows)
         self.deadline.validated()
         self.score = loss
         better = loss < self.best
         self.best = min(self.best, loss)
-        self.record.add([_finite({"kind": "valid", "step": job.step, "loss": loss, "bits_per_byte": bits})])
+        losses = losses if len(losses) > 1 else {}
+        row = {"kind": "valid", "step": job.step, "loss": loss, "bits_per_byte": bits}
+        self.record.add([_finite(row | ({"losses": losses} if losses else {}))])
         self.trend.see(job.step, loss)
         if warning := self.trend.warning(loss, self.recipe.checkpoint.use):
             self.notes.append(warning)
-        return Validated(job.step, loss, bits, better)
+        return Validated(job.step, loss, bits, better, losses)
 
     def _sample(self, job: Job) -> Iterator[Event]:
         try:
@@ -433,4 +437,8 @@ def _row(sample: Sampled) -> dict[str, Any]:
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no NaN: a number that is not finite is written as text."""
-    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        bad = isinstance(value, float) and not math.isfinite(value)
+        found[name] = _finite(value) if isinstance(value, Mapping) else str(value) if bad else value
+    return found

@@ -13,6 +13,7 @@ from trivium.errors import ConfigError, pip_install
 from trivium.files import write_atomic
 
 COLUMNS = ("step", "kind", "loss", "norm", "rate", "scale", "tokens", "bits_per_byte", "skipped", "seconds")
+LOSSES = "losses/"  # before the name of a loss
 
 
 class Tracker(Protocol):
@@ -27,32 +28,50 @@ class Tracker(Protocol):
 
 
 class Csv:
-    """A table with one line per row and the same columns in every run."""
+    """A table with one line per row: the same columns in every run, then one for each loss where there are several."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        new = not self.path.exists()
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            table = _table(file)
-            if new:
-                table.writeheader()
-            table.writerows(rows)
+        lines = [flat(row) for row in rows]
+        if not self.path.exists():
+            self._rewrite(lines)
+            return
+        with self.path.open("r+", encoding="utf-8", newline="") as file:
+            table = csv.DictReader(file)
+            columns = table.fieldnames or ()
+            if not any(name.startswith(LOSSES) and name not in columns for line in lines for name in line):
+                file.seek(0, io.SEEK_END)
+                _table(file, columns).writerows(lines)
+                return
+            held = list(table)
+        self._rewrite([*held, *lines])
 
     def restart(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._rewrite([flat(row) for row in rows])
+
+    def _rewrite(self, lines: Sequence[Mapping[str, Any]]) -> None:
         text = io.StringIO(newline="")
-        table = _table(text)
+        names = dict.fromkeys(name for line in lines for name in line if name.startswith(LOSSES))
+        table = _table(text, (*COLUMNS, *names))
         table.writeheader()
-        table.writerows(rows)
+        table.writerows(lines)
         write_atomic(self.path, text.getvalue().encode())
 
     def close(self) -> None:
         """Nothing: the file is not kept open."""
 
 
-def _table(file: Any) -> csv.DictWriter[str]:
-    return csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose named losses are columns of their own, as `losses/tokens`."""
+    losses = row.get("losses")
+    named = losses if isinstance(losses, Mapping) else {}
+    return {**row, **{f"{LOSSES}{name}": value for name, value in named.items()}}
+
+
+def _table(file: Any, columns: Sequence[str]) -> csv.DictWriter[str]:
+    return csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
 
 
 class TensorBoard:
@@ -67,7 +86,7 @@ class TensorBoard:
         if self._writer is None:
             self._writer = _summary_writer()(str(self.folder))
         for row in rows:
-            for name, value in row.items():
+            for name, value in flat(row).items():
                 if name not in ("step", "kind", "seconds") and type(value) in (int, float):
                     self._writer.add_scalar(f"{row.get('kind')}/{name}", value, row.get("step"))
         self._writer.flush()

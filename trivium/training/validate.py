@@ -9,22 +9,25 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from trivium.data.batch import add_counts
 from trivium.data.bucketing import Buckets, Pairs
 from trivium.data.loader import RowNumbers
 from trivium.data.packed import Examples
 from trivium.objectives.options import Causal
-from trivium.objectives.second import mean
+from trivium.parts.losses import Losses
 from trivium.training.job import Job
+from trivium.training.step import at_least_one
 from trivium.training.timeline import times
 
 _BATCHES = 1000  # of all validations of a run
 
 
 class Result(NamedTuple):
-    """Mean loss in nats per counted token, and bits per byte of text where every token is predicted once."""
+    """The total loss in nats, bits per byte of text where every token is predicted once, the mean of every loss."""
 
     loss: float
     bits_per_byte: float | None
+    losses: dict[str, float] = {}  # noqa: RUF012 - never written
 
 
 def validate(job: Job, rows: Examples, *, limit: int, compiled: bool | None = None) -> Result:
@@ -42,20 +45,24 @@ def validate(job: Job, rows: Examples, *, limit: int, compiled: bool | None = No
 @torch.inference_mode()
 def _score(job: Job, rows: Examples, number: int, compiled: bool) -> Result:
     job.model.eval()
-    total, counts = torch.zeros((), dtype=torch.float64), [0, 0]
+    sums, counts, found = dict[str, float](), dict[str, int](), Losses()
     rng = np.random.default_rng(0)  # one for all rows: what is masked does not depend on how many go at a time
     for portion in _portions(job, rows, number):
         batch = job.task.inputs(rows.take(portion), rng)
         whole = isinstance(job.order, Buckets) or len(portion) == job.micro  # a last, shorter batch is another program
         compute = job.compute if compiled and whole else job.evaluate
-        total = total + compute(batch.to(job.model.device)).to(total)
-        counts = [counts[0] + batch.count, counts[1] + batch.second]
-    loss = float(mean(total, counts))
+        found = compute(batch.to(job.model.device))
+        for name, part in zip(found, torch.stack([loss.sum for loss in found.values()]).tolist(), strict=True):
+            sums[name] = sums.get(name, 0.0) + part  # numbers of the host are float64
+        counts = add_counts((counts, batch.counts))
+    divisors = at_least_one(counts)
+    losses = {name: total / divisors[found[name].over] for name, total in sums.items()}
+    loss = sum((mean * found[name].weight for name, mean in losses.items() if found[name].weight), start=0.0)
     if not isinstance(job.recipe.objective, Causal):
-        return Result(loss, None)
+        return Result(loss, None, losses)
     # exact when all rows are scored; with a limit, at the split's own bytes per token
     bytes_per_token = rows.stream.text_bytes / max(1, len(rows.stream) - 1)
-    return Result(loss, loss / math.log(2) / bytes_per_token)
+    return Result(loss, losses["tokens"] / math.log(2) / bytes_per_token, losses)
 
 
 def is_worth_compiling(job: Job, rows: int) -> bool:

@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import BertConfig, BertForPreTraining
 
 from tests.objectives.samples import cut_rows, octets, part, random_rows, tiny
 from tests.oracle.copying import copy, enliven
-from trivium.data.batch import Batch
+from trivium.data.batch import Batch, add_counts
 from trivium.data.packing import RowBatch
 from trivium.labels import IGNORED
 from trivium.models.presets import bert
 from trivium.models.transformer import Transformer, build
 from trivium.objectives.objective import Task
 from trivium.objectives.options import Masked, Objective, Spans
-from trivium.objectives.second import beside, mean
+from trivium.parts.losses import Losses, total
 from trivium.parts.options.boundary import SpanBoundary
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.sentence import Pooler
@@ -32,11 +31,11 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "pairs": (Masked(frame="pair"), PAIRS),
     "spans": (Spans(rate=0.4), {"boundary": SpanBoundary(rows=4)}),
 }
+NAMES = {"pairs": "sentences", "spans": "boundary"}
 
 
-def sums(task: Task, model: Transformer, batch: Batch) -> Tensor:
-    states = model(**batch.inputs)
-    return beside(task.loss(model.head, states, batch.targets), model, states, batch.targets)
+def losses(task: Task, model: Transformer, batch: Batch) -> Losses:
+    return task.loss(model, model(**batch.inputs), batch.targets)
 
 
 def made(name: str) -> tuple[Task, Transformer, RowBatch]:
@@ -71,7 +70,7 @@ def test_the_loss_of_pairs_is_that_of_bert_for_pretraining() -> None:
             labels=labels.view_as(tokens_BT),
             next_sentence_label=batch.targets["classes"],
         )
-        loss = mean(sums(task, ours, batch), (batch.count, batch.second))
+        loss = total(losses(task, ours, batch), batch.counts)
     assert set(batch.targets["classes"].tolist()) == {0, 1}
     torch.testing.assert_close(loss, other.loss, rtol=1e-5, atol=1e-5)
 
@@ -87,11 +86,11 @@ def test_the_loss_of_a_step_does_not_depend_on_its_micro_batches(name: str, cuts
             task.inputs(part(rows, list(range(start, stop))), rng)
             for start, stop in zip([0, *borders], [*borders, 12], strict=True)
         ]
-        counts = [sum(batch.count for batch in batches), sum(batch.second for batch in batches)]
+        counts = add_counts(batch.counts for batch in batches)
         model.zero_grad()
         loss = torch.zeros(())
         for batch in batches:
-            share = mean(sums(task, model, batch), counts)
+            share = total(losses(task, model, batch), counts)
             share.backward()  # type: ignore[no-untyped-call]
             loss += share.detach()
         gradients.append([loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
@@ -104,20 +103,11 @@ def test_the_loss_of_a_step_does_not_depend_on_its_micro_batches(name: str, cuts
 def test_the_loss_of_a_step_is_the_sum_of_two_plain_means(name: str) -> None:
     task, model, rows = made(name)
     batch = task.inputs(rows, np.random.default_rng(0))
-    assert 0 < batch.second != batch.count
-    first, second = sums(task, model, batch)
-    assert mean(torch.stack((first, second)), (batch.count, batch.second)).item() == pytest.approx(
-        first.item() / batch.count + second.item() / batch.second, rel=1e-6
+    tokens, other = losses(task, model, batch).items()
+    assert tokens[0] == tokens[1].over == "tokens"
+    assert other[0] == other[1].over == NAMES[name]
+    assert batch.counts.keys() == {"tokens", NAMES[name]}
+    assert 0 < batch.counts[other[0]] != batch.counts["tokens"]
+    assert total(dict((tokens, other)), batch.counts).item() == pytest.approx(
+        sum(loss.sum.item() / batch.counts[key] for key, loss in (tokens, other)), rel=1e-6
     )
-    assert mean(first, (batch.count, 0)).item() == pytest.approx(first.item() / batch.count, rel=1e-6)
-
-
-def test_a_step_without_labels_has_a_loss_of_exactly_zero() -> None:
-    assert mean(torch.zeros(2), (0, 0)).item() == 0
-    assert mean(torch.zeros(()), (0, 0)).item() == 0
-
-
-@pytest.mark.parametrize("sums", [torch.tensor(6.0), torch.tensor([6.0, 8.0])])
-def test_counts_on_the_device_give_the_same_mean(sums: Tensor) -> None:
-    for counts in ((3, 4), (0, 0)):
-        assert torch.equal(mean(sums, torch.tensor(counts, dtype=torch.float32)), mean(sums, counts))
