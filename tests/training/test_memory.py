@@ -15,12 +15,13 @@ from trivium.data.batch import Batch
 from trivium.errors import OutOfMemory
 from trivium.models.transformer import weights
 from trivium.parts.losses import Losses
-from trivium.training import loop, prepare
+from trivium.training import forward, prepare
 from trivium.training.calibrate import rows_that_fit
 from trivium.training.device import autocast
 from trivium.training.events import Said
 from trivium.training.job import Job
 from trivium.training.loop import updates
+from trivium.training.oom import WeightsMoved, is_out_of_memory
 from trivium.training.recipe import Recipe
 
 Make = Callable[..., Recipe]
@@ -30,7 +31,7 @@ def tight(most: int) -> Callable[..., Callable[[Batch], Losses]]:
     """A computation on a device that holds so many rows; what it did before it failed stays done."""
 
     def computation(*arguments: object) -> Callable[[Batch], Losses]:
-        inner = loop.computation(*arguments)  # type: ignore[arg-type]
+        inner = forward.computation(*arguments)  # type: ignore[arg-type]
 
         def compute(batch: Batch) -> Losses:
             if len(batch.inputs["tokens"]) > most:
@@ -80,6 +81,26 @@ def test_what_was_computed_before_memory_ran_out_does_not_count(small: Make, tmp
     assert (float(update.loss), float(update.norm)) == (float(wanted.loss), float(wanted.norm))
     own = weights(other.model)
     assert all(torch.equal(tensor, own[name]) for name, tensor in weights(job.model).items())
+
+
+@pytest.mark.parametrize("where", ["optimizer", "average"])
+def test_a_step_whose_update_has_begun_is_not_tried_again(
+    small: Make, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or some weights would move twice."""
+    job = prepare.job(laid(small(average="ema", **{"batch.micro": 0}), tmp_path), 4)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if where == "optimizer":
+        monkeypatch.setattr(job.optimizer, "step", full)
+    else:
+        monkeypatch.setattr(job.average, "follow", full)
+    with pytest.raises(WeightsMoved) as caught:
+        next(updates(job))
+    assert is_out_of_memory(caught.value)  # so that the user is told what to change
+    assert job.micro == 6
 
 
 def test_the_rows_that_fit_are_in_the_checkpoint_and_obeyed(small: Make, tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ def test_unscaling_gives_back_the_gradients() -> None:
     x = torch.randn(5, 3)
     scaler = Dynamic()
     one(x).square().sum().backward()
-    scaler.enlarged(two(x).square().sum()).backward()  # type: ignore[no-untyped-call]
-    scaler.reduce(two.parameters())
+    scaler.scale_loss(two(x).square().sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.unscale(two.parameters())
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert a.grad is not None
         assert b.grad is not None

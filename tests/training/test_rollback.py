@@ -7,7 +7,7 @@ import gzip
 import itertools
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from tests.training.test_resume import assert_equal_ends, assert_goes_on_exactly
 from trivium.checkpoints import format
 from trivium.checkpoints.store import Store
 from trivium.config import load, overrides
+from trivium.data.batch import Batch
 from trivium.data.packing import RowBatch, Rows
 from trivium.errors import CheckpointError, Diverged
 from trivium.parts.losses import Losses
@@ -33,6 +34,7 @@ from trivium.training.recipe import Recipe
 from trivium.training.rollback import History
 from trivium.training.session import Session
 from trivium.training.spikes import Alarm, Rollback
+from trivium.training.step import StepResult, StepScalars
 
 Make = Callable[..., Recipe]
 
@@ -202,16 +204,20 @@ def test_a_run_that_keeps_failing_stops_at_a_good_checkpoint_and_names_the_regio
 ) -> None:
     """Trouble that is not in the data does not go away by leaving data out: three attempts, then the end."""
     recipe = spiky()
-    honest = loop.gradients
+    honest = prepare.job
 
-    def enlarged(job: Job, parts: Any, scalars: Any) -> tuple[torch.Tensor, Losses]:
-        loss, losses = honest(job, parts, scalars)
-        if job.step < 70:
-            return loss, losses
-        torch._foreach_mul_([p.grad for p in job.model.parameters() if p.grad is not None], 100.0)
-        return loss * 100, losses
+    def enlarged(*args: Any, **kwargs: Any) -> Job:
+        job = honest(*args, **kwargs)
+        compute = job.compute
 
-    monkeypatch.setattr(loop, "gradients", enlarged)
+        def worse(batch: Batch) -> Losses:
+            factor = 100 if job.step >= 70 and job.model.training else 1
+            return {name: loss._replace(sum=loss.sum * factor) for name, loss in compute(batch).items()}
+
+        job.compute = worse
+        return job
+
+    monkeypatch.setattr(prepare, "job", enlarged)
     session = start(recipe, tmp_path)
     with pytest.raises(Diverged, match=r"near step 71 .* 3 rollbacks did not help"):
         finish(session)
@@ -295,14 +301,15 @@ def test_a_rise_is_found_in_five_steps_even_if_the_numbers_come_as_late_as_they_
     spiky: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: int
 ) -> None:
     """As on a GPU, and without a large norm; the batch two steps before the rise is left out too."""
-    honest, made = loop.gradients, list[int]()
+    honest, made = loop.train_step, list[int]()
 
-    def worse(job: Job, parts: Any, scalars: Any) -> tuple[torch.Tensor, Losses]:
-        loss, losses = honest(job, parts, scalars)
+    def worse(job: Job, batches: Sequence[Batch], scalars: StepScalars) -> StepResult:
+        result = honest(job, batches, scalars)
         made.append(job.step + 1)
-        return loss if job.skipped or job.step < phase else loss + 3, losses
+        rise = torch.tensor([0.0 if job.skipped or job.step < phase else 3.0, 0.0, 0.0, 0.0])
+        return result._replace(numbers=result.numbers + rise)
 
-    monkeypatch.setattr(loop, "gradients", worse)
+    monkeypatch.setattr(loop, "train_step", worse)
     monkeypatch.setattr(AsyncCopy, "has_arrived", lambda *_, **__: False)
     session = start(spiky(**{"budget.steps": 80, "log": 80, "checkpoint.every": 30.0, "evaluate.every": 0.0}), tmp_path)
     finish(session)

@@ -15,9 +15,9 @@ from tests.training.conftest import ASSETS, finish, laid, start
 from tests.training.test_resume import assert_goes_on_exactly
 from trivium.errors import ConfigError, DataError
 from trivium.training import prepare
-from trivium.training.ahead import made
-from trivium.training.loop import gradients
+from trivium.training.loop import train_step
 from trivium.training.metrics import rows
+from trivium.training.prefetch import step_batches
 from trivium.training.recipe import Recipe
 from trivium.training.step import StepScalars
 from trivium.training.validate import validate
@@ -70,22 +70,26 @@ def test_a_stopped_run_goes_on_with_the_same_bits(two_heads: Make, tmp_path: Pat
 
 @each
 def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
-    two_heads: Make, tmp_path: Path, kind: str
+    two_heads: Make, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[list[torch.Tensor]] = []
     for micro in (6, 4, 1):
         ground = laid(two_heads(kind, **STILL, **{"batch.micro": micro}), tmp_path / str(micro))
         job = prepare.job(ground, 10)
-        batches = made(job, (0, 0, micro))
-        loss, losses = gradients(job, batches.parts, StepScalars(batches.counts, 1.0, 0.0))
+        batches = step_batches(job, (0, 0, micro))
         assert batches.counts["tokens"] > 6
-        assert list(losses) == ["tokens", NAMES[kind]]
-        assert all(parameter.grad is not None for parameter in job.model.parameters())
-        grown = [parameter.grad for parameter in job.model.parameters() if parameter.grad is not None]
+        grown = list[torch.Tensor]()
+        monkeypatch.setattr(
+            job.optimizer, "zero_grad", lambda grown=grown, job=job: grown.extend(job.optimizer.gradients())
+        )
+        result = train_step(job, batches.batches, StepScalars(batches.counts, 0.0, 0.0))
+        grown = job.optimizer.gradients()
+        assert len(grown) == len(list(job.model.parameters()))
+        assert list(result.over) == ["tokens", NAMES[kind]]
         judged = validate(job, ground.valid, limit=5)
         assert judged.bits_per_byte is None
         means = [torch.tensor(mean) for mean in (judged.loss, *judged.losses.values())]
-        found.append([loss, *(each.sum for each in losses.values()), *grown, *means])
+        found.append([result.numbers, *grown, *means])
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)

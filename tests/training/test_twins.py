@@ -12,12 +12,17 @@ from torch import Tensor
 
 from tests.training.conftest import FAMILIES, finish, laid, start
 from tests.training.test_resume import assert_goes_on_exactly
+from trivium.optim.fused_adam import FusedAdam
 from trivium.parts import attention
 from trivium.parts.attention import MultiHeadAttention
+from trivium.parts.twins import Twins
 from trivium.training import prepare
 from trivium.training.job import Job
-from trivium.training.loop import fitted, updates
+from trivium.training.loop import updates
+from trivium.training.oom import with_oom_retry
+from trivium.training.prefetch import Prefetcher, StepBatches
 from trivium.training.recipe import Recipe
+from trivium.training.step import StepResult, StepScalars
 
 Make = Callable[..., Recipe]
 WHOLE: dict[str, Any] = {"precision": "bf16", "batch.micro": 0}
@@ -29,6 +34,11 @@ def on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "twinned", lambda recipe: recipe.micro >= recipe.batch.size)
     monkeypatch.setattr(MultiHeadAttention, "_one", lambda self, x: torch.is_grad_enabled() and self._alike)
     monkeypatch.setattr(attention, "PARTED", False)  # a kernel for a GPU
+
+
+def copies(job: Job) -> Twins:
+    assert isinstance(job.optimizer, FusedAdam)
+    return job.optimizer.copies
 
 
 def walked(recipe: Recipe, runs: Path, steps: int = 8) -> tuple[Job, list[tuple[float, float]], dict[str, Tensor]]:
@@ -44,12 +54,10 @@ def test_a_run_with_twins_is_the_run_without_to_the_bit(
 ) -> None:
     recipe = small(kind, **WHOLE, clip=0.0, average="ema")
     job, numbers, tensors = walked(recipe, tmp_path / "twins")
-    assert job.twins is not None
-    used = job.twins._twins
-    assert len(used) >= 8
+    assert len(copies(job)._twins) >= 8
     monkeypatch.setattr(prepare, "twinned", lambda recipe: False)
     other, plain, expected = walked(recipe, tmp_path / "plain")
-    assert other.twins is None
+    assert not isinstance(other.optimizer, FusedAdam)
     assert [loss for loss, _ in numbers] == [loss for loss, _ in plain]
     assert [norm for _, norm in numbers] == pytest.approx([norm for _, norm in plain], rel=1e-5)
     assert tensors.keys() == expected.keys()
@@ -89,40 +97,45 @@ def test_a_checkpoint_that_is_loaded_reaches_the_twins(small: Make, tmp_path: Pa
 @pytest.mark.usefixtures("on")
 def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = prepare.job(laid(small(**WHOLE | {"batch.micro": 2}), tmp_path), 4)
-    assert job.twins is None
+    assert not isinstance(job.optimizer, FusedAdam)
     whole = prepare.job(laid(small(**WHOLE, name="whole"), tmp_path), 4)
-    assert whole.twins is not None
+    assert copies(whole)._twins
     steps = updates(whole)
     next(steps)
     whole.micro = 2  # as after a lack of memory in a run that goes on
     assert torch.isfinite(next(steps).loss)
-    assert not whole.twins.gradients()
+    assert not copies(whole).gradients()
     whole.micro = whole.recipe.batch.rows
     next(steps)
-    whole.twins.refresh()
-    for twin, layers in whole.twins._twins:
+    copies(whole).refresh()
+    for twin, layers in copies(whole)._twins:
         assert torch.equal(twin.detach(), torch.cat([layer.weight.detach() for layer in layers]).bfloat16())
 
 
 @pytest.mark.usefixtures("on")
 def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> None:
     job = prepare.job(laid(small(**WHOLE), tmp_path), 4)
-    assert job.twins is not None
+    assert copies(job)._twins
     tries = []
 
     class Once:
-        def take(self) -> int:
-            return job.micro
+        forgotten = 0
 
-    def attempt(made: int) -> int:
-        tries.append(made)
-        if len(tries) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return made
+        def __call__(self, batches: StepBatches, scalars: StepScalars) -> StepResult:
+            tries.append([len(batch.inputs["tokens"]) for batch in batches.batches])
+            if len(tries) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return StepResult(torch.zeros(4), {"tokens": "tokens"})
 
-    fitted(job, Once(), attempt)  # type: ignore[arg-type]
-    assert tries == [6, 3]
-    assert not job.twins._twins
+        def forget(self) -> None:
+            self.forgotten += 1
+
+    once = Once()
+    with Prefetcher(job, 0) as prefetcher:
+        with_oom_retry(job, prefetcher, once, 1.0, 0.0)
+    assert tries == [[6], [3, 3]]
+    assert once.forgotten == 1
+    assert not copies(job)._twins
     assert torch.isfinite(next(updates(job)).loss)
 
 
@@ -133,10 +146,9 @@ def test_a_run_that_lacked_memory_has_none_when_it_goes_on(small: Make, tmp_path
     job.micro = 3
     held = {section: {name: one.clone() for name, one in each.items()} for section, each in job.tensors().items()}
     resumed = prepare.job(ground, 4)
-    assert resumed.twins is not None
-    assert resumed.twins._twins
+    assert copies(resumed)._twins
     resumed.load(lambda section: held[section], 0, job.state())
-    assert not resumed.twins._twins
+    assert not copies(resumed)._twins
     assert torch.isfinite(next(updates(resumed)).loss)
 
 

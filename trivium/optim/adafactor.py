@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from trivium.optim.groups import Weight
 from trivium.optim.options import Adafactor
-from trivium.optim.stepper import State
+from trivium.optim.stepper import Optimizer, State
 
 
-class AdafactorStepper:
+class AdafactorStepper(Optimizer):
     """One tensor after another: what a step needs besides the weights is small."""
 
     def __init__(self, options: Adafactor, weights: Sequence[Weight]) -> None:
+        super().__init__([weight.parameter for weight in weights])
         self.options = options
         self.names = {weight.name: weight.parameter for weight in weights}
         self.state = State({name: self._fresh(parameter) for name, parameter in self.names.items()})
@@ -32,24 +33,21 @@ class AdafactorStepper:
         return {"step": step, "square": zeros(*shape)}
 
     @torch.no_grad()
-    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
-        nothing = torch.zeros((), device=healthy.device)
+    def step(self, factor: float | Tensor, finite: Tensor) -> None:
+        nothing = torch.zeros((), device=finite.device)
         for name, parameter in self.names.items():
             if parameter.grad is None:
                 continue
             # zeros instead of what may not be finite: then a share of 0 leaves the means as they are
-            grad = torch.where(healthy, parameter.grad, nothing)
+            grad = torch.where(finite, parameter.grad, nothing)
             kept = self.state.of[name]
-            kept["step"] += healthy
-            share = (healthy * kept["step"].clamp(min=1) ** -0.8).to(grad.dtype)
+            kept["step"] += finite
+            share = (finite * kept["step"].clamp(min=1) ** -0.8).to(grad.dtype)
             update = grad * _inverse_root(kept, grad.square().add_(self.options.eps), share)
             update /= (_rms(update) / self.options.clip).clamp(min=1)
             if self.options.scale == "weight":
                 update *= _rms(parameter).clamp(min=self.options.least)
-            parameter.sub_(torch.where(healthy, update * (self.options.rate * factor), nothing))
-
-    def compile(self) -> None:
-        """Nothing: every weight would be a program of its own."""
+            parameter.sub_(torch.where(finite, update * (self.options.rate * factor), nothing))
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()

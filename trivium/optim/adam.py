@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 from trivium.optim.groups import Weight
 from trivium.optim.options import Adam, AdamW
-from trivium.optim.stepper import State
+from trivium.optim.stepper import Optimizer, State
 
 # 1 - beta^COUNT is 1 to the last bit, and in float32 COUNT + 1 is COUNT again.
 COUNT = 2.0**30
 
 
-class AdamStepper:
+class AdamStepper(Optimizer):
     """torch's fused kernel over two groups per rate, decayed and not."""
 
     def __init__(self, options: AdamW | Adam, weights: Sequence[Weight], rates: dict[str, float] | None = None) -> None:
+        super().__init__([weight.parameter for weight in weights])
         rates = rates or {}
         groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for weight in weights:
@@ -40,15 +41,12 @@ class AdamStepper:
             self.inner.state[weight.parameter] = self.state.of[weight.name]
         self._settle()
 
-    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
+    def step(self, factor: float | Tensor, finite: Tensor) -> None:
         for group, peak in zip(self.inner.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
         # the fused kernel's own switch, meant for loss scaling: with 1 here it leaves everything as it is
-        self.inner.found_inf = 1.0 - healthy.float()  # type: ignore[attr-defined]
+        self.inner.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
         self.inner.step()
-
-    def compile(self) -> None:
-        """Nothing: it is one kernel already."""
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()

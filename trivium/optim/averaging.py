@@ -20,8 +20,8 @@ class Average(Protocol):
     def share(self, step: int) -> float:
         """How much of the weights goes into the average after update `step`: a function of that alone."""
 
-    def follow(self, share: float | Tensor, healthy: Tensor) -> None:
-        """Take in a share of the weights as they are, unless the update was not healthy."""
+    def follow(self, share: float | Tensor, finite: Tensor) -> None:
+        """Take in a share of the weights as they are, unless the update was not finite."""
 
     def compile(self) -> None:
         """Let the compiler make one pass over memory of it."""
@@ -40,7 +40,7 @@ class Unaveraged:
     def share(self, step: int) -> float:
         return 0.0
 
-    def follow(self, share: float | Tensor, healthy: Tensor) -> None:
+    def follow(self, share: float | Tensor, finite: Tensor) -> None:
         """Nothing: there is no average."""
 
     def compile(self) -> None:
@@ -72,12 +72,12 @@ class MovingAverage:
         return 1 - self.options.remains(step)
 
     @torch.no_grad()
-    def follow(self, share: float | Tensor, healthy: Tensor) -> None:
+    def follow(self, share: float | Tensor, finite: Tensor) -> None:
         if isinstance(share, float) and not share:
             return
         if self.compiled and not isinstance(share, Tensor):  # a number would be a constant of the program
-            share = torch.full((), share, device=healthy.device)
-        self._follow([*self.shadow.values()], [*self.names.values()], share, healthy)
+            share = torch.full((), share, device=finite.device)
+        self._follow([*self.shadow.values()], [*self.names.values()], share, finite)
 
     def compile(self) -> None:
         self.compiled, self._follow = True, torch.compile(_follow, dynamic=False)
@@ -116,10 +116,10 @@ class MovingAverage:
             tensor.copy_(tensors[name])
 
 
-def _follow(shadow: list[Tensor], weights: list[Tensor], share: float | Tensor, healthy: Tensor) -> None:
-    # not a lerp: its weight would be a number of the host, and `healthy` is known on the device alone
+def _follow(shadow: list[Tensor], weights: list[Tensor], share: float | Tensor, finite: Tensor) -> None:
+    # not a lerp: its weight would be a number of the host, and `finite` is known on the device alone
     moves = torch._foreach_sub([weight.float() for weight in weights], shadow)
-    torch._foreach_mul_(moves, healthy.float() * share)
+    torch._foreach_mul_(moves, finite.float() * share)
     torch._foreach_add_(shadow, moves)
 
 

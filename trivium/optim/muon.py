@@ -31,13 +31,15 @@ def build_muon(options: Muon, model: nn.Module) -> Optimizer:
     if not rest:
         return MuonStepper(options, matrices)
     rates = {weight.name: options.head_rate for weight in rest if weight.kind == "head"}
-    return Both(MuonStepper(options, matrices), AdamStepper(adam, rest, rates))
+    parameters = [weight.parameter for weight in every]
+    return Both(parameters, MuonStepper(options, matrices), AdamStepper(adam, rest, rates))
 
 
-class MuonStepper:
+class MuonStepper(Optimizer):
     """Nesterov momentum whose direction is orthogonalised, all matrices of one shape at a time."""
 
     def __init__(self, options: Muon, weights: Sequence[Weight]) -> None:
+        super().__init__([weight.parameter for weight in weights])
         self.options = options
         self.names = {weight.name: weight.parameter for weight in weights}
         self.momenta = {name: torch.zeros_like(p) for name, p in self.names.items()}
@@ -47,15 +49,15 @@ class MuonStepper:
         self.compiled, self._move = False, _move
 
     @torch.no_grad()
-    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
+    def step(self, factor: float | Tensor, finite: Tensor) -> None:
         rate = self.options.rate * factor
         if self.compiled and not isinstance(rate, Tensor):  # a number would be a constant of the program
-            rate = torch.full((), rate, device=healthy.device)
+            rate = torch.full((), rate, device=finite.device)
         for group in self.groups:
             parameters: list[Tensor] = [self.names[name] for name in group]
             momenta = [self.momenta[name] for name in group]
             grads = [_gradient(parameter) for parameter in parameters]
-            self._move(self.options, parameters, momenta, grads, rate, healthy, products(grads[0]))
+            self._move(self.options, parameters, momenta, grads, rate, finite, products(grads[0]))
 
     def compile(self) -> None:
         # One program for each shape: all that is not a matrix product in a few passes over memory. Without fullgraph:
@@ -75,7 +77,7 @@ def _move(
     momenta: list[Tensor],
     grads: list[Tensor],
     rate: float | Tensor,
-    healthy: Tensor,
+    finite: Tensor,
     dtype: torch.dtype,
 ) -> None:
     """One step of all matrices of a shape, as a stack: a dozen kernels for all of them, not for each."""
@@ -85,8 +87,8 @@ def _move(
     _, rows, columns = update_KRC.shape
     size = rate * _scale(options.scale, rows, columns)
     next_KRC = weight_KRC * (1 - rate * options.decay) - size * update_KRC
-    torch._foreach_copy_(parameters, torch.where(healthy, next_KRC, weight_KRC).unbind())
-    torch._foreach_copy_(momenta, torch.where(healthy, moved_KRC, held_KRC).unbind())
+    torch._foreach_copy_(parameters, torch.where(finite, next_KRC, weight_KRC).unbind())
+    torch._foreach_copy_(momenta, torch.where(finite, moved_KRC, held_KRC).unbind())
 
 
 def products(matrix: Tensor) -> torch.dtype:

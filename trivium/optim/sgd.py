@@ -9,13 +9,14 @@ from torch import Tensor
 
 from trivium.optim.groups import Weight
 from trivium.optim.options import Sgd
-from trivium.optim.stepper import State
+from trivium.optim.stepper import Optimizer, State
 
 
-class SgdStepper:
+class SgdStepper(Optimizer):
     """torch's fused kernel after a decay of our own: torch adds decay to the gradient, and so to the momentum."""
 
     def __init__(self, options: Sgd, weights: Sequence[Weight]) -> None:
+        super().__init__([weight.parameter for weight in weights])
         self.options = options
         self.decayed = [weight.parameter for weight in weights if weight.decayed and options.decay]
         self.inner = torch.optim.SGD(
@@ -31,18 +32,15 @@ class SgdStepper:
             self.inner.state[weight.parameter] = {"momentum_buffer": self.state.of[weight.name]["velocity"]}
 
     @torch.no_grad()
-    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
+    def step(self, factor: float | Tensor, finite: Tensor) -> None:
         rate = self.options.rate * factor
         decayed: list[Tensor] = [parameter for parameter in self.decayed if parameter.grad is not None]
         if decayed:
-            torch._foreach_mul_(decayed, 1.0 - healthy.float() * (rate * self.options.decay))
+            torch._foreach_mul_(decayed, 1.0 - finite.float() * (rate * self.options.decay))
         self.inner.param_groups[0]["lr"] = rate
         # the fused kernel's own switch, meant for loss scaling: with 1 here it leaves everything as it is
-        self.inner.found_inf = 1.0 - healthy.float()  # type: ignore[attr-defined]
+        self.inner.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
         self.inner.step()
-
-    def compile(self) -> None:
-        """Nothing: it is one kernel already."""
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()

@@ -1,30 +1,69 @@
 """What every optimizer is, and what it keeps beside the weights.
 
-`step` takes a `healthy` flag as a tensor: where it is 0 nothing moves, neither weights nor state, and the host need
+`step` takes a `finite` flag as a tensor: where it is 0 nothing moves, neither weights nor state, and the host need
 not wait to know. State goes in and out as plain named tensors, so that a checkpoint needs no pickle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trivium.errors import CheckpointError
+from trivium.optim.clipping import clip_factor, global_norm
 
 
-class Optimizer(Protocol):
-    """Moves the weights; `factor` is the schedule's share of each group's peak rate, a number or on the device."""
+class Optimizer(ABC):
+    """Owns the gradients of the weights it was given: clears them, clips them, moves the weights by them.
 
-    def step(self, factor: float | Tensor, healthy: Tensor) -> None: ...
+    The matrices that a step multiplies by need not be the weights themselves: `working_weights` is around forward and
+    backward pass, and only an optimizer with copies of the weights does something there.
+    """
 
-    def compile(self) -> None:
-        """Let the compiler make one program of what is not fused already."""
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters  # in the model's order, which the bits of a norm depend on
 
+    @abstractmethod
+    def step(self, factor: float | Tensor, finite: Tensor) -> None:
+        """Move the weights; `factor` is the schedule's share of each group's peak rate, a number or on the device."""
+
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]: ...
+
+    @abstractmethod
     def load(self, tensors: dict[str, Tensor]) -> None: ...
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def clip(self, limit: float) -> Tensor:
+        """The global gradient norm before clipping; gradients are scaled down to `limit` (0: left alone)."""
+        gradients = self.gradients()
+        norm = global_norm(gradients)
+        if limit:
+            torch._foreach_mul_(gradients, clip_factor(norm, limit))
+        return norm
+
+    def working_weights(self, micro_batches: int) -> AbstractContextManager[None]:
+        """The model multiplies by copies of its weights inside, if this optimizer keeps some for so many batches."""
+        return nullcontext()
+
+    def refresh(self) -> None:  # noqa: B027 - few have something to do
+        """Bring copies of the weights up to date, as after loading; `working_weights` does so too."""
+
+    def free_working_weights(self) -> None:  # noqa: B027 - few have something to do
+        """Give back the memory of such copies for good."""
+
+    def compile(self) -> None:  # noqa: B027 - few have something to do
+        """Let the compiler make one program of what is not fused already."""
 
 
 class State:
@@ -57,15 +96,16 @@ class State:
         return ((name, key, tensor) for name, kept in self.of.items() for key, tensor in kept.items())
 
 
-class Both:
-    """Two optimizers over disjoint weights, as one."""
+class Both(Optimizer):
+    """Two optimizers over disjoint weights, as one; `parameters` are those of both in the model's order."""
 
-    def __init__(self, first: Optimizer, second: Optimizer) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], first: Optimizer, second: Optimizer) -> None:
+        super().__init__(parameters)
         self.pair = (first, second)
 
-    def step(self, factor: float | Tensor, healthy: Tensor) -> None:
+    def step(self, factor: float | Tensor, finite: Tensor) -> None:
         for optimizer in self.pair:
-            optimizer.step(factor, healthy)
+            optimizer.step(factor, finite)
 
     def compile(self) -> None:
         for optimizer in self.pair:

@@ -17,8 +17,7 @@ from trivium.objectives.objective import Task
 from trivium.optim.averaging import Average
 from trivium.optim.stepper import Optimizer
 from trivium.parts.losses import Losses
-from trivium.parts.twins import Twins
-from trivium.training.guards import Soundness
+from trivium.training.guards import FiniteGuard
 from trivium.training.recipe import Recipe
 from trivium.training.scaling import Scaler
 from trivium.training.timeline import Timeline
@@ -36,8 +35,7 @@ class Job:
     scaler: Scaler
     rows: Examples
     order: Ordering
-    soundness: Soundness
-    twins: Twins | None = None  # the matrices that a step multiplies by, if they are not the weights themselves
+    guard: FiniteGuard
     compute: Callable[[Batch], Losses]  # the losses of a micro-batch, compiled or not
     evaluate: Callable[[Batch], Losses]  # the same, never compiled
     timeline: Timeline
@@ -81,8 +79,8 @@ class Job:
         self.skipped = [(int(first), int(end)) for first, end in state.get("skipped", [])]
         if not self.recipe.batch.micro:  # a number in the recipe wins over what was settled before
             self.micro = min(int(state.get("micro", self.micro)), self.recipe.batch.size)
-        if self.twins is not None and self.micro < self.recipe.batch.size:
-            self.twins.drop()  # as when memory ran out, for there is still no more of it
+        if self.micro < self.recipe.batch.size:
+            self.optimizer.free_working_weights()  # as when memory ran out, for there is still no more of it
         self.scaler.load(state.get("scaler", {}))
 
     def in_use(self) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ from trivium.files import json_line, read_inside, write_synced
 from trivium.models.transformer import build, with_vocab
 from trivium.objectives.objective import Task
 from trivium.objectives.options import Seq2Seq
-from trivium.optim.onepass import with_twins
+from trivium.optim.fused_adam import with_bf16_copies
 from trivium.parts.linear import narrowed
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
@@ -43,9 +43,10 @@ from trivium.training.checks import check_form, ready, taken
 from trivium.training.deadline import VALIDATION
 from trivium.training.device import autocast, environment, settle
 from trivium.training.fit import fitted, surely_fits
-from trivium.training.guards import Soundness, enough_memory
+from trivium.training.forward import computation
+from trivium.training.guards import FiniteGuard
 from trivium.training.job import Job
-from trivium.training.loop import computation
+from trivium.training.oom import enough_memory
 from trivium.training.process import process_settings
 from trivium.training.recipe import Budget, Recipe
 from trivium.training.scaling import scaler
@@ -206,9 +207,9 @@ def job(ground: Ground, total: int | Timeline, *, begin: bool = True) -> Job:
     model.stream = torch.bfloat16 if recipe.stream == "bf16" else None
     narrowed(model, recipe.precision == "fp8")
     rows = ground.train
-    optimizer, twins = recipe.optim.build(model), None
+    optimizer = recipe.optim.build(model)
     if twinned(recipe):
-        optimizer, twins = with_twins(optimizer, model)
+        optimizer = with_bf16_copies(optimizer, model)
     order, compiled, pairs = _order(recipe, rows), recipe.compile != "off", isinstance(rows, Pairs)
     often = len(rows) < _OFTEN * order.size
     made = Job(
@@ -216,12 +217,11 @@ def job(ground: Ground, total: int | Timeline, *, begin: bool = True) -> Job:
         model=model,
         task=ground.task,
         optimizer=optimizer,
-        twins=twins,
         average=recipe.average.build(model),
         scaler=scaler(recipe.precision),
         rows=rows,
         order=order,
-        soundness=Soundness(recipe.nonfinite, device),
+        guard=FiniteGuard(recipe.nonfinite, device),
         compute=computation(model, ground.task, autocast(recipe), compiled, pairs, often),
         evaluate=computation(model, ground.task, autocast(recipe), False),
         timeline=total if isinstance(total, Timeline) else Timeline.fixed(total),

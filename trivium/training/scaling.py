@@ -19,8 +19,8 @@ class Scaler(Protocol):
     def scale(self) -> float:
         """The factor of the next backward pass; infinite where nothing is scaled."""
 
-    def enlarged(self, loss: Tensor) -> Tensor: ...
-    def reduce(self, parameters: Iterable[nn.Parameter]) -> None: ...
+    def scale_loss(self, loss: Tensor) -> Tensor: ...
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None: ...
 
     def overflowed(self, loss: Tensor, norm: Tensor) -> bool:
         """Whether this step's gradients went past the end of fp16, which is no fault of the model."""
@@ -36,10 +36,10 @@ class Unscaled:
     def scale(self) -> float:
         return math.inf
 
-    def enlarged(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         return loss
 
-    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
 
     def overflowed(self, loss: Tensor, norm: Tensor) -> bool:
@@ -64,10 +64,10 @@ class Dynamic:
         self.patience = patience
         self.clean = 0  # steps since the scale last changed
 
-    def enlarged(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         return loss * self.scale
 
-    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, 1 / self.scale)
 

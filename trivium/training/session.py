@@ -21,9 +21,10 @@ from trivium.training import prepare
 from trivium.training.deadline import Deadline, repeatable
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
 from trivium.training.fit import require_fit
-from trivium.training.guards import Soundness, enough_memory, is_out_of_memory
+from trivium.training.guards import FiniteGuard
 from trivium.training.job import Job
 from trivium.training.loop import updates
+from trivium.training.oom import enough_memory, is_out_of_memory
 from trivium.training.pace import Pace
 from trivium.training.persist import WAITS, Home, Record, Retry, reason
 from trivium.training.prepare import Ground, Say
@@ -334,7 +335,7 @@ class Session:
             sections = fresh.tensors()
             job.load(lambda section: sections[section], 0, fresh.state())
         job.skipped = self.history.spans(job.skipped)
-        job.soundness = Soundness(self.recipe.nonfinite, job.model.device)
+        job.guard = FiniteGuard(self.recipe.nonfinite, job.model.device)
         self.known.clear()
         self.pace.go_back()
         self.record.cut(job.step)

@@ -41,6 +41,11 @@ class StepResult(NamedTuple):
         return self.numbers[2] > 0
 
 
+def detached(losses: Losses) -> Losses:
+    """The same losses without their graph."""
+    return {name: loss._replace(sum=loss.sum.detach()) for name, loss in losses.items()}
+
+
 def step_result(loss: Tensor, norm: Tensor, finite: Tensor, losses: Losses, *, overflow: bool = False) -> StepResult:
     """The outcome of a step with these losses, whose sums are over all of its micro-batches."""
     sums = [each.sum.float() for each in losses.values()]

@@ -20,11 +20,12 @@ from trivium.models.transformer import weights
 from trivium.optim.options import OPTIMIZERS
 from trivium.parts.losses import Losses
 from trivium.training import prepare
-from trivium.training.ahead import Feed
+from trivium.training.graphed import WARM, GraphedStep, capture_graph
 from trivium.training.job import Job
-from trivium.training.loop import _update, advance, updates
+from trivium.training.loop import next_update, train_step, updates
+from trivium.training.oom import WeightsMoved
+from trivium.training.prefetch import Prefetcher
 from trivium.training.recipe import Recipe
-from trivium.training.replay import WARM, Replay, captured
 from trivium.training.step import StepResult, Update
 
 Make = Callable[..., Recipe]
@@ -47,13 +48,20 @@ class Tape:
         return result, play
 
 
+class Forgetful(dict[tuple[object, ...], int]):
+    """Has never seen a shape before, so that none is captured."""
+
+    def get(self, key: object, default: Any = None) -> Any:
+        return default
+
+
 def steps(job: Job, number: int, tape: Tape | None) -> list[Update]:
     record = (lambda _: pytest.fail("recorded")) if tape is None else tape.record
-    replay = Replay(torch.device("cpu"), lambda parts, dials: advance(job, parts, dials), record)
+    run = GraphedStep(job, train_step, record)
     if tape is None:
-        replay.recorded = lambda made, scalars: None  # type: ignore[method-assign]
-    with Feed(job, 0) as feed:
-        return [_update(job, feed, replay) for _ in range(number)]
+        run._seen = Forgetful()
+    with Prefetcher(job, 0) as prefetcher:
+        return [next_update(job, prefetcher, run) for _ in range(number)]
 
 
 def numbers(made: list[Update]) -> list[tuple[float, float, bool, int]]:
@@ -108,14 +116,14 @@ def test_a_step_that_is_not_finite_moves_nothing_and_none_does_after_it(small: M
 
     job.compute = compute
     tape = Tape()
-    replay = Replay(torch.device("cpu"), lambda parts, dials: advance(job, parts, dials), tape.record)
-    with Feed(job, 0) as feed:
-        good = [_update(job, feed, replay) for _ in range(WARM + 2)]
+    run = GraphedStep(job, train_step, tape.record)
+    with Prefetcher(job, 0) as prefetcher:
+        good = [next_update(job, prefetcher, run) for _ in range(WARM + 2)]
         held = {name: tensor.clone() for name, tensor in weights(job.model).items()}
         bad.fill_(torch.nan)
-        ill = [_update(job, feed, replay)]
+        ill = [next_update(job, prefetcher, run)]
         bad.fill_(1.0)
-        ill.append(_update(job, feed, replay))
+        ill.append(next_update(job, prefetcher, run))
     assert tape.played == 4
     assert [bool(update.finite) for update in good + ill] == [True] * (WARM + 2) + [False, False]
     assert all(torch.equal(tensor, held[name]) for name, tensor in weights(job.model).items())
@@ -169,12 +177,12 @@ def test_memory_that_ran_out_is_given_back(small: Make, tmp_path: Path) -> None:
     """Where the step then fails is after the recording is gone, which held the memory of a whole step."""
     job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 30)
     full = Full(job, WARM + 3, "step")
-    replay = Replay(torch.device("cpu"), lambda parts, dials: advance(job, parts, dials), full.record)
-    with Feed(job, 0) as feed:
+    run = GraphedStep(job, train_step, full.record)
+    with Prefetcher(job, 0) as prefetcher:
         for _ in range(WARM + 3):
-            _update(job, feed, replay)
+            next_update(job, prefetcher, run)
         assert full.held() is not None
-        assert _update(job, feed, replay).note
+        assert next_update(job, prefetcher, run).note
     assert full.held() is None
 
 
@@ -192,6 +200,9 @@ def test_what_cannot_be_recorded_is_said_in_a_sentence(monkeypatch: pytest.Monke
         return step
 
     with pytest.raises(ConfigError, match=r"cannot be a CUDA graph \(no capture\); set compile=on"):
-        captured(ends(RuntimeError("no capture")))
+        capture_graph(ends(RuntimeError("no capture")))
     with pytest.raises(torch.OutOfMemoryError):  # which halves the rows at a time, as it always does
-        captured(ends(torch.OutOfMemoryError("CUDA out of memory")))
+        capture_graph(ends(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError) as caught:  # nothing has moved, though the optimizer was being captured
+        capture_graph(ends(WeightsMoved("CUDA out of memory")))
+    assert not isinstance(caught.value, WeightsMoved)

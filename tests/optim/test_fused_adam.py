@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.optim.steps import NO, YES, same, small, snapshot
 from trivium.optim.adam import AdamStepper
-from trivium.optim.onepass import OnePass, with_twins
+from trivium.optim.fused_adam import FusedAdam, with_bf16_copies
 from trivium.optim.options import Adam, AdamW, Muon
 from trivium.parts.twins import Twins
 
@@ -20,6 +20,12 @@ TRITON = find_spec("triton") is not None
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 kernel = pytest.mark.skipif(not TRITON or not (GPU or INTERPRETED), reason="needs a GPU, or Triton's interpreter")
 DEVICE = "cuda" if GPU else "cpu"
+
+
+def with_copies(options: AdamW | Adam, model: nn.Module) -> tuple[FusedAdam, Twins]:
+    optimizer = with_bf16_copies(options.build(model), model)
+    assert isinstance(optimizer, FusedAdam)
+    return optimizer, optimizer.copies
 
 
 def planted(model: nn.Module, twins: Twins, seed: int) -> None:
@@ -50,9 +56,8 @@ def spread(model: nn.Module, twins: Twins) -> None:
 @pytest.mark.parametrize("kind", [AdamW, Adam])
 def test_weights_walk_as_with_gradients_of_their_own(kind: type[AdamW] | type[Adam]) -> None:
     ours, theirs = small().to(DEVICE), small().to(DEVICE)
-    optimizer, twins = with_twins(kind(rate=0.01, decay=0.1).build(ours), ours)
+    optimizer, twins = with_copies(kind(rate=0.01, decay=0.1), ours)
     plain = kind(rate=0.01, decay=0.1).build(theirs)
-    assert twins is not None
     other = Twins(theirs)
     for step in range(5):
         for model, pair in ((ours, twins), (theirs, other)):
@@ -73,8 +78,7 @@ def test_weights_walk_as_with_gradients_of_their_own(kind: type[AdamW] | type[Ad
 
 def test_a_gradient_on_both_sides_is_one() -> None:
     ours, theirs = small().to(DEVICE), small().to(DEVICE)
-    optimizer, twins = with_twins(AdamW(rate=0.01).build(ours), ours)
-    assert twins is not None
+    optimizer, twins = with_copies(AdamW(rate=0.01), ours)
     plain, other = AdamW(rate=0.01).build(theirs), Twins(theirs)
     for model, pair in ((ours, twins), (theirs, other)):
         planted(model, pair, 0)
@@ -97,20 +101,19 @@ def test_a_gradient_on_both_sides_is_one() -> None:
 def test_only_adam_takes_twins_along() -> None:
     model = small()
     muon = Muon().build(model)
-    assert with_twins(muon, model) == (muon, None)
+    assert with_bf16_copies(muon, model) is muon
 
 
 def test_a_checkpoint_is_that_of_adam() -> None:
     model = small().to(DEVICE)
-    optimizer, twins = with_twins(AdamW(rate=0.01).build(model), model)
-    assert twins is not None
+    optimizer, twins = with_copies(AdamW(rate=0.01), model)
     planted(model, twins, 0)
     optimizer.step(1.0, YES.to(DEVICE))
     again = small().to(DEVICE)
     plain = AdamW(rate=0.01).build(again)
     plain.load(optimizer.tensors())
     assert plain.tensors().keys() == optimizer.tensors().keys()
-    back, _ = with_twins(AdamW(rate=0.01).build(again), again)
+    back, _ = with_copies(AdamW(rate=0.01), again)
     back.load(plain.tensors())
     assert all(torch.equal(one, optimizer.tensors()[name]) for name, one in back.tensors().items())
 
@@ -120,9 +123,9 @@ def rounded(twin: Tensor, weight: Tensor) -> bool:
     return torch.equal(twin, weight.bfloat16()) if GPU else torch.allclose(twin.float(), weight, rtol=2**-7, atol=0)
 
 
-def by_kernel(optimizer: OnePass, factor: float | Tensor, healthy: Tensor) -> None:
+def by_kernel(optimizer: FusedAdam, factor: float | Tensor, healthy: Tensor) -> None:
     """A step of the weights with twins alone, by the kernel wherever it runs."""
-    optimizer._by_kernel(list(optimizer.twins.pairs()), factor, healthy)
+    optimizer._by_kernel(list(optimizer.copies.pairs()), factor, healthy)
 
 
 @kernel
@@ -137,7 +140,7 @@ def test_the_kernel_walks_as_torch_does(options: AdamW | Adam) -> None:
     stepper = options.build(ours)
     assert isinstance(stepper, AdamStepper)
     twins, other = Twins(ours), Twins(theirs)
-    optimizer, plain = OnePass(stepper, twins), options.build(theirs)
+    optimizer, plain = FusedAdam(stepper, twins), options.build(theirs)
     yes, no = YES.to(DEVICE), NO.to(DEVICE)
     for step in range(8):
         for model, pair in ((ours, twins), (theirs, other)):

@@ -19,11 +19,11 @@ from tests.training.test_memory import limited
 from trivium.data.packing import RowBatch, Rows
 from trivium.models.transformer import weights
 from trivium.parts.losses import Loss, Losses
-from trivium.training import ahead as making
+from trivium.training import prefetch as making
 from trivium.training import prepare, process
-from trivium.training.ahead import Feed, Made, made
 from trivium.training.job import Job
 from trivium.training.loop import updates
+from trivium.training.prefetch import Prefetcher, StepBatches, step_batches
 from trivium.training.recipe import Recipe
 
 Make = Callable[..., Recipe]
@@ -33,10 +33,10 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
-def same(one: Made, other: Made) -> bool:
+def same(one: StepBatches, other: StepBatches) -> bool:
     pairs = [
         (first[name], second[name])
-        for a, b in zip(one.parts, other.parts, strict=True)
+        for a, b in zip(one.batches, other.batches, strict=True)
         for first, second in ((a.inputs, b.inputs), (a.targets, b.targets))
         for name in first | second
     ]
@@ -55,7 +55,7 @@ def test_a_run_whose_batches_are_made_ahead_is_the_same_to_the_last_bit(small: M
 
 
 def test_what_was_made_for_another_moment_is_thrown_away(small: Make, tmp_path: Path) -> None:
-    """A job that jumps, skips rows or takes fewer at a time gets what a feed without a thread would give."""
+    """A job that jumps, skips rows or takes fewer at a time gets what a prefetcher without a thread would give."""
     job = prepare.job(laid(small("encoder"), tmp_path), 40)
     size = job.order.size
 
@@ -71,11 +71,11 @@ def test_what_was_made_for_another_moment_is_thrown_away(small: Make, tmp_path: 
         (1, size, 6, [(size, 2 * size)]),  # a rollback
         (39, 39 * size, 6, []),
     ]
-    with Feed(job, 2) as feed:
+    with Prefetcher(job, 2) as prefetcher:
         for moment in moments:
             jump(*moment)
-            assert same(feed.take(), made(job, moment[:3]))
-        assert not feed._coming  # nothing is made for steps behind the last one
+            assert same(prefetcher.take(), step_batches(job, moment[:3]))
+        assert not prefetcher._coming  # nothing is made for steps behind the last one
 
 
 def test_memory_that_runs_out_is_answered_as_without_a_thread(small: Make, tmp_path: Path) -> None:
@@ -165,6 +165,6 @@ def test_batches_are_made_while_the_step_computes(small: Make, tmp_path: Path, m
 
 def test_seeds_of_steps_have_nothing_in_common(small: Make, tmp_path: Path) -> None:
     job: Job = prepare.job(laid(small("encoder", **{"batch.micro": 0}), tmp_path), 9)
-    hidden = [made(job, (step, 0, 6)).parts[0].inputs["tokens"].numpy() for step in (0, 0, 1)]
+    hidden = [step_batches(job, (step, 0, 6)).batches[0].inputs["tokens"].numpy() for step in (0, 0, 1)]
     assert np.array_equal(hidden[0], hidden[1])
     assert not np.array_equal(hidden[0], hidden[2])

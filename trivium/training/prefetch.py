@@ -21,30 +21,34 @@ from trivium.training.spikes import past
 
 AHEAD = 2  # batches on a GPU; a CPU has no time to spare beside the step itself
 
-Moment = tuple[int, int, int]  # step, cursor and micro: what a batch is a function of, beside the seed
+BatchKey = tuple[int, int, int]  # step, cursor and micro: what a batch is a function of, beside the seed
 
 
-class Made(NamedTuple):
-    """The micro-batches of a step, and the counts that its losses are divided by."""
+class StepBatches(NamedTuple):
+    """The micro-batches of a step on the host, and the counts that its losses are divided by."""
 
-    parts: list[Batch]
+    batches: list[Batch]
     counts: dict[str, int]  # added up over all of them: never an average of averages
 
+    def to(self, device: torch.device) -> list[Batch]:
+        """The micro-batches on `device`."""
+        return [batch.to(device) for batch in self.batches]
 
-class Feed:
-    """`with Feed(job, ahead) as feed:` — the batch of the job's step, and `ahead` more in the making.
+
+class Prefetcher:
+    """`with Prefetcher(job, ahead) as prefetcher:` — the batches of the job's step, and those of `ahead` more.
 
     What was made for another cursor than the job then has, or for another micro-batch, is thrown away: a rollback or
-    memory that ran out needs no word to the feed. Without `ahead` there is no thread.
+    memory that ran out needs no word to the prefetcher. Without `ahead` there is no thread.
     """
 
     def __init__(self, job: Job, ahead: int) -> None:
         self.job = job
         self.ahead = ahead
         self._pool = ThreadPoolExecutor(1, "batches", set_current_gpu, (job.model.device,)) if ahead else None
-        self._coming: dict[Moment, Future[Made]] = {}
+        self._coming: dict[BatchKey, Future[StepBatches]] = {}
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(
@@ -53,36 +57,36 @@ class Feed:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def take(self) -> Made:
-        """What the job's step sees; an error in the making is raised here, when its step has come."""
+    def take(self) -> StepBatches:
+        """The batches of the job's step; an error in their making is raised here, when their step has come."""
         job = self.job
         if self._pool is None:
-            return made(job, (job.step, job.cursor, job.micro))
-        wanted = [*islice(_moments(job), self.ahead + 1)]
-        for moment in [*self._coming]:
-            if moment not in wanted:
-                self._coming.pop(moment).cancel()
-        for moment in wanted:
-            if moment not in self._coming:
-                self._coming[moment] = self._pool.submit(made, job, moment)
+            return step_batches(job, (job.step, job.cursor, job.micro))
+        wanted = [*islice(_keys(job), self.ahead + 1)]
+        for key in [*self._coming]:
+            if key not in wanted:
+                self._coming.pop(key).cancel()
+        for key in wanted:
+            if key not in self._coming:
+                self._coming[key] = self._pool.submit(step_batches, job, key)
         return self._coming.pop(wanted[0]).result()
 
 
-def made(job: Job, moment: Moment) -> Made:
+def step_batches(job: Job, key: BatchKey) -> StepBatches:
     """The batches of a step, ready to go to the job's device."""
-    step, cursor, micro = moment
-    rng = np.random.default_rng(number(job.recipe.seed, step))
+    step, cursor, micro = key
+    rng = np.random.default_rng(step_seed(job.recipe.seed, step))
     rows = job.order.batch(cursor)
     parts = share(rows, rank=0, world=1, micro=at_once(job.order, rows, micro))
     batches = [job.task.inputs(job.rows.take(part), rng) for part in parts]
     counts = add_counts(batch.counts for batch in batches)
     if job.model.device.type == "cuda":
         batches = [batch.pinned() for batch in batches]
-    return Made(batches, counts)
+    return StepBatches(batches, counts)
 
 
-def number(seed: int, step: int) -> int:
-    """What seeds all that is random in a step: a function of (seed, step) alone."""
+def step_seed(seed: int, step: int) -> int:
+    """The seed of all that is random in a step: a function of (seed, step) alone."""
     digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
@@ -92,8 +96,8 @@ def lookahead(device: torch.device) -> int:
     return 0 if device.type == "cpu" else AHEAD
 
 
-def _moments(job: Job) -> Iterator[Moment]:
-    """The job's own moment and those that follow if nothing comes in between."""
+def _keys(job: Job) -> Iterator[BatchKey]:
+    """The key of the job's step and those that follow if nothing comes in between."""
     cursor = job.cursor
     timeline = job.timeline
     for step in range(job.step, timeline.horizon) if timeline.is_complete else count(job.step):
