@@ -26,7 +26,7 @@ from trivium.objectives.options import Masked
 from trivium.parts.losses import Loss, Losses
 
 
-class SentenceHead(Protocol):
+class HasSentenceLogits(Protocol):
     """Gives every row a class: whether its second text follows the first."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -34,7 +34,7 @@ class SentenceHead(Protocol):
 
 def sentence_loss(model: HasHeads, states: States, targets: dict[str, Tensor]) -> Tensor:
     """The cross-entropy of the sentence head, summed over the rows, each of which has one of the `classes` [B]."""
-    logits_BC = cast(SentenceHead, model.sentence).logits(states.hidden)
+    logits_BC = cast(HasSentenceLogits, model.sentence).logits(states.hidden)
     return F.cross_entropy(logits_BC.float(), targets["classes"], reduction="sum")
 
 

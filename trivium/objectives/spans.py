@@ -33,7 +33,7 @@ class Borders(NamedTuple):
     known: Flags
 
 
-class SpanBoundaryHead(Protocol):
+class HasBoundaryNll(Protocol):
     """Predicts a hidden token from the states at the borders of its span and its place in the span."""
 
     def nll(self, left: Tensor, right: Tensor, places: Tensor, labels: Tensor) -> Tensor: ...
@@ -43,7 +43,7 @@ def boundary_loss(model: HasHeads, states: States, targets: dict[str, Tensor]) -
     """The negative log-likelihood of the boundary head, summed over the labels `bordered` [N]."""
     hidden_ND = states.hidden.flatten(0, 1)
     left_ND, right_ND = (hidden_ND.index_select(0, targets[side]) for side in ("left", "right"))
-    head = cast(SpanBoundaryHead, model.boundary)
+    head = cast(HasBoundaryNll, model.boundary)
     return head.nll(left_ND, right_ND, targets["places"], targets["bordered"]).sum()
 
 

@@ -39,7 +39,7 @@ class AsyncCopy:
         return numbers
 
 
-class Measured(NamedTuple):
+class MeasuredUpdate(NamedTuple):
     """An update and its numbers on the host; every loss is the mean over its count."""
 
     update: Update
@@ -58,17 +58,17 @@ class ReadOut:
     def add(self, update: Update) -> None:
         self._coming.append((update, AsyncCopy(update.result.numbers)))
 
-    def read(self, behind: int = 0) -> list[Measured]:
+    def read(self, behind: int = 0) -> list[MeasuredUpdate]:
         """All that have arrived; the host waits for those that are older than the last `behind`."""
-        found: list[Measured] = []
+        found: list[MeasuredUpdate] = []
         while self._coming and (len(self._coming) > behind or self._coming[0][1].has_arrived(waited=bool(found))):
             update, copy = self._coming.popleft()
             found.append(_measured(update, copy.read()))
         return found
 
 
-def _measured(update: Update, numbers: list[float]) -> Measured:
+def _measured(update: Update, numbers: list[float]) -> MeasuredUpdate:
     loss, norm, finite, *sums = numbers
     divisors = at_least_one(update.counts)
     means = {name: total / divisors[over] for (name, over), total in zip(update.result.over.items(), sums, strict=True)}
-    return Measured(update, loss, norm, finite > 0, means)
+    return MeasuredUpdate(update, loss, norm, finite > 0, means)

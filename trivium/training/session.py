@@ -29,7 +29,7 @@ from trivium.training.pace import Pace
 from trivium.training.persist import WAITS, Home, Record, Retry, reason
 from trivium.training.prepare import Ground, Say
 from trivium.training.process import process_settings
-from trivium.training.readout import Measured, ReadOut
+from trivium.training.readout import MeasuredUpdate, ReadOut
 from trivium.training.rollback import History, replay
 from trivium.training.samples import samples
 from trivium.training.signals import Signals, to_standard_error
@@ -77,7 +77,7 @@ class Session:
         self.decisions = Retry("timeline.jsonl", self.notes.append)
         self.saves = Retry("the checkpoint", self.notes.append)
         self.detector = self._detector()
-        self.known: list[Measured] = []  # read off the device and not yet written down
+        self.known: list[MeasuredUpdate] = []  # read off the device and not yet written down
         self._start_clock()
         self.trend = Trend(recipe.evaluate.patience)
         self.best = self.kept = math.inf  # the lowest validation loss, and the lowest with a checkpoint
@@ -191,7 +191,7 @@ class Session:
                 return alarm
         return None
 
-    def _write_down(self) -> list[Measured]:
+    def _write_down(self) -> list[MeasuredUpdate]:
         """Turn what is known into rows of the record; returned, since it is forgotten."""
         known, self.known = self.known, []
         self.record.add(
