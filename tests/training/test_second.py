@@ -78,10 +78,7 @@ def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
         job = prepare.job(ground, 10)
         batches = step_batches(job, (0, 0, micro))
         assert batches.counts["tokens"] > 6
-        grown = list[torch.Tensor]()
-        monkeypatch.setattr(
-            job.optimizer, "zero_grad", lambda grown=grown, job=job: grown.extend(job.optimizer.gradients())
-        )
+        monkeypatch.setattr(job.optimizer, "zero_grad", lambda: None)
         result = train_step(job, batches.batches, StepScalars(batches.counts, 0.0, 0.0))
         grown = job.optimizer.gradients()
         assert len(grown) == len(list(job.model.parameters()))
