@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.conftest import ASSETS, finish, laid, start
+from tests.training.conftest import ASSETS, create, finish, start
 from tests.training.test_resume import assert_goes_on_exactly
 from trivium.errors import ConfigError, DataError
-from trivium.training import prepare
 from trivium.training.ahead import made
+from trivium.training.build_job import build_job
 from trivium.training.loop import gradients
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
@@ -73,14 +73,14 @@ def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
 ) -> None:
     found: list[list[torch.Tensor]] = []
     for micro in (6, 4, 1):
-        ground = laid(two_heads(kind, **STILL, **{"batch.micro": micro}), tmp_path / str(micro))
-        job = prepare.job(ground, 10)
+        context = create(two_heads(kind, **STILL, **{"batch.micro": micro}), tmp_path / str(micro))
+        job = build_job(context, 10)
         batches = made(job, (0, 0, micro))
         loss = gradients(job, batches.parts, Dials(batches.counts, 1.0, 0.0))
         assert batches.labels > 6
         assert all(parameter.grad is not None for parameter in job.model.parameters())
         grown = [parameter.grad for parameter in job.model.parameters() if parameter.grad is not None]
-        judged = validate(job, ground.valid, limit=5)
+        judged = validate(job, context.valid, limit=5)
         assert judged.bits_per_byte is None
         found.append([loss, *grown, torch.tensor(judged.loss)])
     for other in found[1:]:
@@ -90,10 +90,10 @@ def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
 
 @each
 def test_a_compiled_step_has_the_same_loss(two_heads: Make, tmp_path: Path, kind: str) -> None:
-    ground = laid(two_heads(kind, **STILL), tmp_path)
-    plain, compiled = (prepare.job(ground, 10) for _ in range(2))
+    context = create(two_heads(kind, **STILL), tmp_path)
+    plain, compiled = (build_job(context, 10) for _ in range(2))
     eager = torch.compile(compiled.compute, backend="aot_eager")
-    batch = ground.task.inputs(ground.train.take(plain.order.batch(0)), np.random.default_rng(0))
+    batch = context.task.inputs(context.train.take(plain.order.batch(0)), np.random.default_rng(0))
     torch.testing.assert_close(eager(batch), plain.compute(batch))
 
 
@@ -104,5 +104,5 @@ def test_pairs_from_one_document_are_refused_in_a_sentence(two_heads: Make, text
 
 def test_a_model_without_the_head_leaves_nothing_behind(two_heads: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.sentence: objective.frame=pair asks"):
-        laid(two_heads("pairs", **{"model.sentence": "none"}), tmp_path / "runs")
+        create(two_heads("pairs", **{"model.sentence": "none"}), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

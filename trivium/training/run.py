@@ -11,13 +11,14 @@ from trivium.data import shards as data
 from trivium.data.pairs import build
 from trivium.errors import RequestError
 from trivium.text.tokenizer import open_tokenizer
-from trivium.training import prepare
+from trivium.training.context import open_context
 from trivium.training.device import settle
-from trivium.training.prepare import Say, Tick
 from trivium.training.recipe import Recipe
 from trivium.training.recipes import RUNS, is_run, laid_over, read_recipe, resumed_recipe, with_data_below
 from trivium.training.scratch import sweep
 from trivium.training.session import Session
+from trivium.training.setup import create_run
+from trivium.training.stages import Say, Tick
 
 __all__ = ["Exists", "Session", "open_run"]
 
@@ -46,7 +47,7 @@ def open_run(
         recipe = resumed_recipe(source, layer, settle, parts=parts, say=say)
         sweep(source.absolute().parent)
         _check_data(source, recipe, say, tick)
-        return Session(prepare.reopen(source, recipe))
+        return Session(open_context(source, recipe))
     recipe = read_recipe(source, layer, parts=parts) if isinstance(source, Path) else laid_over(source, layer, parts)
     recipe = with_data_below(recipe, data_dir)
     folder = runs / recipe.name
@@ -55,8 +56,8 @@ def open_run(
         return open_run(folder, _changes(folder, recipe, layer, parts), parts=parts, say=say, tick=tick)
     tables = [*([settings.read(source)] if isinstance(source, Path) else []), layer]
     again = exists == "replace" and bool(recipe.name) and is_run(folder)
-    ground = prepare.lay(recipe, runs, parts=parts, tables=tables, again=again, say=say, tick=tick)
-    return Session(ground)
+    context = create_run(recipe, runs, parts=parts, tables=tables, again=again, say=say, tick=tick)
+    return Session(context)
 
 
 def _changes(folder: Path, recipe: Recipe, layer: Mapping[str, Any], parts: Sequence[type[Any]]) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from trivium.checkpoints.store import Checkpoint, Store
 from trivium.data.shards import changed_sources
 from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError, printable
 from trivium.files import write_atomic
-from trivium.training import prepare
+from trivium.training import start, track
+from trivium.training.build_job import build_initial_job, build_job
+from trivium.training.context import RunContext
 from trivium.training.deadline import Deadline, repeatable
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
 from trivium.training.fit import require_fit
@@ -25,14 +27,13 @@ from trivium.training.guards import Soundness, enough_memory, is_out_of_memory
 from trivium.training.job import Job
 from trivium.training.loop import Pending, Update, updates
 from trivium.training.pace import Pace
-from trivium.training.persist import WAITS, Home, Record, Retry, reason
-from trivium.training.prepare import Ground, Say
+from trivium.training.persist import WAITS, RetryingWriter, RunFolder, RunLog, reason
 from trivium.training.process import process_settings
 from trivium.training.rollback import History, replay
 from trivium.training.samples import samples
 from trivium.training.signals import Signals, to_standard_error
 from trivium.training.spikes import Alarm, Detector, Rollback
-from trivium.training.stages import stage
+from trivium.training.stages import Say, stage
 from trivium.training.timeline import Timeline
 from trivium.training.trend import Trend
 from trivium.training.validate import validate
@@ -48,13 +49,13 @@ class Session:
 
     def __init__(
         self,
-        ground: Ground,
+        context: RunContext,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.ground = ground
-        self.folder = ground.folder
-        self.recipe = recipe = ground.recipe
+        self.context = context
+        self.folder = context.folder
+        self.recipe = recipe = context.recipe
         self.alert: Say = to_standard_error  # called by another thread while a step runs
         self.clock = clock
         self.sleep = sleep
@@ -68,12 +69,12 @@ class Session:
             margin=self.options.margin if self.watching else 0,
         )
         self.history = History(self.folder, self.store, self.options, recipe.batch.rows)
-        self.home = Home(ground)
-        self.record = Record(self.home, self.history, prepare.trackers(ground))
+        self.run_folder = RunFolder(context)
+        self.record = RunLog(self.run_folder, self.history, track.trackers(self.folder, recipe.track))
         self.notes: list[str] = []  # sentences on their way to becoming events
-        self.lines = Retry("metrics.jsonl", self.notes.append)
-        self.decisions = Retry("timeline.jsonl", self.notes.append)
-        self.saves = Retry("the checkpoint", self.notes.append)
+        self.lines = RetryingWriter("metrics.jsonl", self.notes.append)
+        self.decisions = RetryingWriter("timeline.jsonl", self.notes.append)
+        self.saves = RetryingWriter("the checkpoint", self.notes.append)
         self.detector = self._detector()
         self.known: list[tuple[Update, float, float, bool]] = []  # read off the device and not yet written down
         self._start_clock()
@@ -85,7 +86,7 @@ class Session:
         """Train, and tell what happens; closing the iterator early leaves a valid run behind."""
         self._start_clock()
         process = process_settings(self.recipe, self.folder.parent)
-        with self.home, process, Signals(self.alert) as signals, enough_memory(self.recipe, self.folder):
+        with self.run_folder, process, Signals(self.alert) as signals, enough_memory(self.recipe, self.folder):
             try:
                 job = yield from self._resume()
                 while (alarm := (yield from self._train(job, signals))) is not None:
@@ -95,9 +96,9 @@ class Session:
                 self.record.close()
 
     def _start_clock(self) -> None:
-        self.pace = Pace(self.clock, self.ground.spent)
-        if self.ground.validation:
-            self.pace.last["validation"] = self.ground.validation
+        self.pace = Pace(self.clock, self.context.spent)
+        if self.context.validation:
+            self.pace.last["validation"] = self.context.validation
         self.deadline = Deadline(self.recipe.budget, self.pace, self.record.timeline)
 
     def _train(self, job: Job, signals: Signals) -> Generator[Event, None, Alarm | None]:
@@ -152,7 +153,7 @@ class Session:
     def _due(self, step: int, timeline: Timeline) -> tuple[bool, bool]:
         """Whether validation and a sample follow this step."""
         sampling = bool(self.recipe.sample.every) and timeline.due(self.recipe.sample.every, step)
-        validating = timeline.due(self.recipe.evaluate.every, step) and len(self.ground.valid) > 0
+        validating = timeline.due(self.recipe.evaluate.every, step) and len(self.context.valid) > 0
         return validating and (timeline.ends(step) or self.deadline.allows_validation(step)), sampling
 
     def _owed(self, job: Job) -> Iterator[Event]:
@@ -229,7 +230,7 @@ class Session:
 
     def _validate(self, job: Job) -> Event:
         with self.pace.pause("validation"):
-            loss, bits = validate(job, self.ground.valid, limit=self.recipe.evaluate.rows)
+            loss, bits = validate(job, self.context.valid, limit=self.recipe.evaluate.rows)
         self.deadline.validated()
         self.score = loss
         better = loss < self.best
@@ -243,7 +244,7 @@ class Session:
     def _sample(self, job: Job) -> Iterator[Event]:
         try:
             with job.in_use(), self.pace.pause("sample"):
-                found = list(samples(job, self.ground))
+                found = list(samples(job, self.context))
         except (RequestError, CheckpointError) as error:
             yield Said(f"no sample: {error}")
             return
@@ -269,12 +270,12 @@ class Session:
         self.history.settle()  # a checkpoint that knows more than the log would never be found stale
         state = {
             **job.state(),
-            "identity": self.ground.identity,
+            "identity": self.context.identity,
             **self.deadline.state(job.timeline, job.step),
             "best": self.best if math.isfinite(self.best) else None,
             "rollbacks": len(self.history.returns),
             "recipe": settings.digest(self.recipe),
-            "tokenizer": self.ground.tokenizer.digest,
+            "tokenizer": self.context.tokenizer.digest,
         }
         path = self.store.save(job.step, tensors=job.tensors(), documents={"state": state}, score=self.score)
         self.record.gone = False
@@ -295,7 +296,7 @@ class Session:
         if found is None and has_model(self.folder):
             raise CheckpointError(f"{self.folder} has a model but no checkpoint to go on from; start a new run")
         if found is not None:
-            if format.document(found.path, "state").get("identity") != self.ground.identity:
+            if format.document(found.path, "state").get("identity") != self.context.identity:
                 raise CheckpointError(
                     f"{found.path} is a checkpoint for another configuration; move it out of {self.folder}"
                 )
@@ -305,15 +306,15 @@ class Session:
                     f"budget.steps: {self.folder} has reached step {found.step} already, and {asked} is less; "
                     f"set budget.steps={found.step} or more"
                 )
-            if changed := changed_sources(self.ground.shards):
+            if changed := changed_sources(self.context.shards):
                 raise CheckpointError(f"{changed[0]} has changed since the run began; restore it, or start a new run")
-        require_fit(self.recipe, length=self.ground.longest)
+        require_fit(self.recipe, length=self.context.longest)
         with stage("model", self.notes.append, self.clock) as current:
-            job = prepare.job(self.ground, self.recipe.budget.timeline, begin=found is None)
+            job = build_job(self.context, self.recipe.budget.timeline, begin=found is None)
             current.detail = f"{self.recipe.model.parameters():,} parameters"
         yield from self._told()
         self.deadline.take_up(job.timeline)
-        self.home.describe()
+        self.run_folder.describe()
         self._load(job, found)
         self.record.flush()
         if found is not None:
@@ -360,7 +361,7 @@ class Session:
         at = job.step
         entry, found = self.history.decide(alarm, job.skipped, self.notes.append)
         # its start may be gone: then nothing has been given up yet
-        fresh = prepare.beginning(self.ground, job.timeline) if found is None else None
+        fresh = build_initial_job(self.context, job.timeline) if found is None else None
         self.history.add(entry)
         self.lines.attempt(at, self.record.flush, now=True)
         with contextlib.suppress(OSError):  # what is left is settled before the next checkpoint
@@ -418,10 +419,10 @@ class Session:
                 self.notes.append(f"the model is that of step {step}, where the validation loss was lowest")
         scores = [r for r in self.record.metrics.rows() if r.get("kind") == "valid" and r["step"] == step]
         origin = {"run": self.recipe.name, "step": step, "valid": scores[-1] if scores else None}
-        origin = {**prepare.start_notes(self.folder), **origin}
+        origin = {**start.saved_notes(self.folder), **origin}
         weights = job.weights_for_use() if tensors is None else tensors
-        bundle.save(self.folder, self.recipe.model, weights, self.ground.tokenizer, origin)
-        self.home.describe(repeatable(self.recipe, job.timeline, self.deadline.validations))
+        bundle.save(self.folder, self.recipe.model, weights, self.context.tokenizer, origin)
+        self.run_folder.describe(repeatable(self.recipe, job.timeline, self.deadline.validations))
         write_atomic(self.folder / "report.html", report.page(self.folder).encode())
 
 
