@@ -259,7 +259,7 @@ READERS = {"tl.load", "_fetched", "_gains", "_scales"}  # the last three are nar
 
 @pytest.mark.parametrize("file", ["step", "batch", "decode", "narrow"])
 def test_a_kernel_that_starts_early_waits_before_it_reads_or_writes_what_others_do(file: str) -> None:
-    tree = ast.parse((Path(trivium.__file__).parent / "parts" / "kernels" / f"{file}.py").read_text("utf-8"))
+    tree = ast.parse((Path(trivium.__file__).parent / "kernels" / f"{file}.py").read_text("utf-8"))
     kernels = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != "begun"]
     early = [node for node in kernels if "EARLY" in [argument.arg for argument in node.args.args]]
     assert early

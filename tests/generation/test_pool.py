@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import weakref
 from collections.abc import Sequence
@@ -62,7 +61,6 @@ def pooled(
     beam: Beam,
     ends: frozenset[int],
     rows: int,
-    kernels: bool = False,
 ) -> list[list[Found]]:
     """The way of a GPU, on the CPU: twice, as rows are used again."""
     scorer = Scorer(*models)
@@ -70,7 +68,7 @@ def pooled(
     with torch.inference_mode():
         room = replace(room_for(scorer, wanted, beam.beams, beam.n), rows=rows)
         penalties = beam.penalties(room.steps)
-        given = rules(beam.beams, LIMIT, (BANNED,), ends, penalties, scorer.device, kernels=kernels)
+        given = rules(beam.beams, LIMIT, (BANNED,), ends, penalties, scorer.device)
         pool = Pool(scorer, given, room)
         for _ in range(2):
             found: dict[int, list[Found]] = {}
@@ -145,17 +143,6 @@ def test_texts_that_join_and_leave_rows_find_what_each_finds_alone(
     for item, ours in zip(asked, pooled([MODELS[name]], asked, beam, ends, rows), strict=True):
         (alone,) = search(MODELS[name], [item], beam, end=None, stop_ids=ends, vocab=LIMIT, banned=(BANNED,))
         near(ours, alone)
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
-@pytest.mark.parametrize("many", [1, 2])
-@pytest.mark.parametrize("name", PAIRS)
-def test_kernels_in_the_step_change_nothing(name: str, many: int) -> None:
-    beam, ends, asked = Beam(beams=3, n=2), frozenset(range(5, 5 + many)), wishes("encoder-decoder", many, 5)
-    asked = [replace(item, tokens=min(item.tokens, 6)) for item in asked]
-    plain, ours = (pooled([MODELS[name]], asked, beam, ends, 8, kernels) for kernels in (False, True))
-    for found, expected in zip(ours, plain, strict=True):
-        near(found, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

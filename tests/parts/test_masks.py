@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -138,45 +136,6 @@ def drawn(data: st.DataObject, rows: int, queries: int, keys: int) -> Mask:
         documents=documents,
         asking=table(queries + 2, numbers) if documents is not None and data.draw(st.booleans()) else None,
     )
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_the_rule_of_a_pair_is_the_dense_mask(data: st.DataObject) -> None:
-    keys = data.draw(st.integers(1, 7))
-    queries = data.draw(st.integers(1, keys))
-    mask = drawn(data, 2, queries, keys)
-    row, query, key = torch.arange(2)[:, None, None], torch.arange(queries)[:, None], torch.arange(keys)
-    allowed = mask.rule(queries, keys)(row, torch.zeros_like(row), query, key)
-    dense = mask.dense(queries, keys, CPU)
-    assert torch.equal(allowed.expand(2, queries, keys), dense.expand(2, 1, queries, keys)[:, 0])
-
-
-@settings(max_examples=5, deadline=None)
-@given(st.data())
-def test_blocks_leave_out_nothing_that_may_be_seen(data: st.DataObject) -> None:
-    """FlexAttention over the blocks (its slow reference on the CPU) gives what SDPA gives with the dense mask."""
-    from trivium.kernels import flex
-
-    keys = data.draw(st.integers(100, 300))
-    queries = data.draw(st.integers(1, keys))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    numbers = torch.rand(2, keys, generator=generator).lt(0.02).long().cumsum(1)
-    mask = Mask(
-        causal=data.draw(st.booleans()),
-        window=data.draw(st.sampled_from([0, 40])),
-        documents=numbers,
-        prefix=torch.tensor([0, 30]) if data.draw(st.booleans()) else None,
-    )
-    query, key, value = (
-        torch.randn(2, heads, length, 16, generator=generator) for heads, length in ((4, queries), (2, keys), (2, keys))
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is slow
-        fast = flex.attend(query, key, value, mask.blocks(queries, keys, CPU), scale=0.3)
-    allowed = mask.dense(queries, keys, CPU)
-    plain = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-4)
 
 
 @settings(max_examples=40, deadline=None)

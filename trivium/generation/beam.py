@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError, shown
-from trivium.generation.beams import KERNELS, pools_of, room_for, together
+from trivium.generation.beams import pools_of, room_for, together
 from trivium.generation.checks import TOKENS, require_number, require_whole
 from trivium.generation.coverage import Coverage
 from trivium.generation.engine import evaluating
@@ -180,7 +180,7 @@ def _pooled(
     wishes = [Wish(item.prompt.source, item.prompt.ids[0], limit(item, scorer.context)) for item in searches]
     room = room_for(scorer, wishes, beam.beams, beam.n)
     penalties = beam.penalties(room.steps)
-    given = rules(beam.beams, vocab, banned, ends, penalties, scorer.device, kernels=KERNELS)
+    given = rules(beam.beams, vocab, banned, ends, penalties, scorer.device)
     same = (beam.beams, beam.alpha, vocab, tuple(sorted(banned)), tuple(sorted(ends)))
     found: dict[int, list[Found]] = {}
     with pools_of(scorer).lent(scorer, given, same, room) as pool:

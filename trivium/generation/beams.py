@@ -18,8 +18,6 @@ from trivium.parts.hooks import fingerprint
 
 BEHIND = 2  # steps by which the host's knowledge of what is done lags
 ROWS = 512  # texts at a time
-# whether steps use those of `kernels/beam.py`: right in Triton's interpreter, not yet seen on a GPU
-KERNELS = False
 _SHARE = 0.3  # of the memory that is free
 
 

@@ -23,7 +23,6 @@ class Rules(NamedTuple):
     vocab: int  # ids from here on are never written
     shut: Tensor  # [vocab] True for ids that are never written
     ends: Tensor | None  # ids [any] that end a text
-    kernels: bool  # whether those of `kernels/beam.py` are used
     penalties: Tensor  # [L] what a log-probability is divided by, for each length from 0
 
 
@@ -52,8 +51,6 @@ def rules(
     ends: Collection[int],
     penalties: Sequence[float],
     device: torch.device,
-    *,
-    kernels: bool = False,
 ) -> Rules:
     """The rules of a search on its device; `penalties` are those of the lengths from 0 on."""
     exact = torch.float32 if device.type == "mps" else torch.float64  # Python's own, where the device has them
@@ -61,7 +58,7 @@ def rules(
     shut_V[sorted(banned)] = True
     ending = torch.tensor(sorted(ends), device=device) if ends else None
     divisors_L = torch.tensor(penalties, dtype=exact, device=device)
-    return Rules(beams, vocab, shut_V.to(device), ending, kernels, divisors_L)
+    return Rules(beams, vocab, shut_V.to(device), ending, divisors_L)
 
 
 def frontier(limits: Sequence[int], longest: int, rules: Rules, wanted: int) -> Frontier:
@@ -190,11 +187,6 @@ def candidates(scores_BJV: Tensor, live_BK: Tensor, rules: Rules) -> Candidates:
 
 def _best(scores_RV: Tensor, rules: Rules, count: int) -> tuple[Tensor, Tensor]:
     """The log-probabilities of the best ids of each row that may be written, and these; the others at -inf."""
-    if rules.kernels:
-        from trivium.kernels.beam import best, choosable  # triton is there with CUDA only
-
-        if choosable(rules.vocab, count):
-            return best(scores_RV, rules.shut, count)
     scores_RV = scores_RV.float()
     logprobs_RV = scores_RV.log_softmax(-1)
     scores_RV = scores_RV[:, : rules.vocab].masked_fill(rules.shut, -math.inf)

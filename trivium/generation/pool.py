@@ -18,7 +18,6 @@ from trivium.generation.frontier import Frontier, Rules, frontier, grow
 from trivium.generation.graphs import Arriving, Graphs, sent
 from trivium.generation.lineage import Seen, vote
 from trivium.generation.scorer import Scorer
-from trivium.generation.slots import direct
 from trivium.models.transformer import Transformer
 from trivium.parts.cache import Cache
 from trivium.parts.hooks import any_hooks
@@ -54,7 +53,6 @@ class Read(NamedTuple):
     at: Tensor  # [B, K] their positions
     seen: Tensor  # [B, K, S] which slots each may see
     keys_at: Tensor  # [1, S] the positions of those
-    steps: Tensor  # [B] tokens that each text has read before
     places: Tensor  # [B * K] where their own keys and values go, among those of all rows
 
 
@@ -71,30 +69,20 @@ class _Slots:
 class _Layer:
     """What a layer of the model finds in a step: a part of its slots."""
 
-    def __init__(self, slots: _Slots, words: int, read: Read, *, direct: bool) -> None:
+    def __init__(self, slots: _Slots, words: int, read: Read) -> None:
         rows, _, self._read = read.seen.shape
-        self._slots, self._step, self._direct = slots, read, direct
+        self._slots, self._step = slots, read
         self.across = (slots.far_keys[:rows].narrow(2, 0, words), slots.far_values[:rows].narrow(2, 0, words))
-        self._filled: tuple[Tensor, Tensor] | None = None
 
     def append(self, key_BGKE: Tensor, value_BGKE: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        self._filled = self._write(self._slots.keys, key_BGKE), self._write(self._slots.values, value_BGKE)
-        return self._filled
+        return self._write(self._slots.keys, key_BGKE), self._write(self._slots.values, value_BGKE)
 
     def _write(self, kept_BSGE: Tensor, new_BGKE: Tensor) -> Tensor:
         kept_BSGE.flatten(0, 1).index_copy_(0, self._step.places, new_BGKE.transpose(1, 2).flatten(0, 1))
         return kept_BSGE[: len(new_BGKE)].narrow(1, 0, self._read).transpose(1, 2)
 
-    def attend(self, query_BHKE: Tensor, scale: float) -> Tensor | None:
-        """The mixed values by a kernel that reads only the filled slots; None where only the mask knows them."""
-        if not self._direct or self._filled is None:
-            return None
-        from trivium.kernels.beam import mix, mixable  # triton is there with CUDA only
-
-        if not mixable(query_BHKE, *self._filled):
-            return None
-        mixed: Tensor = mix(query_BHKE, *self._filled, self._step.seen, self._step.steps, scale)
-        return mixed
+    def attend(self, query_BHKE: Tensor, scale: float) -> None:
+        """Only the mask knows what a beam may see."""
 
 
 class _View:
@@ -149,8 +137,6 @@ class Pool:
         self.beams_K = torch.arange(beams, device=device)
         self.slots_S = torch.arange(room.steps * beams, device=device)
         self.rows_B = torch.arange(rows, device=device)
-        # whether only lineage says what a beam may see, as the kernel has it: no windows, nothing added to the scores
-        self.direct = [rules.kernels and direct(model) and not _windows(model) for model in scorer.models]
         self.padded: list[Tensor] = []
         self.slots: list[list[_Slots]] = []
         for model in scorer.models:
@@ -228,8 +214,7 @@ class Pool:
 
     def step(self, rows: int, steps: int, words: int) -> None:
         """One more token for the first rows; none of them has taken `steps` yet, nor has more source tokens."""
-        # the kernel looks up how far each text is
-        steps = self.room.steps if all(self.direct) else multiple(steps, STEPS, self.room.steps)
+        steps = multiple(steps, STEPS, self.room.steps)
         self._run((rows, steps, words), lambda: self._step(rows, steps, words))
 
     def _step(self, rows: int, steps: int, words: int) -> None:
@@ -243,12 +228,11 @@ class Pool:
             seen=self.seen_BKS[:rows].narrow(2, 0, steps * beams)
             | (self.slots_S[: steps * beams] == slots_BK[:, :, None]),
             keys_at=(self.slots_S[: steps * beams] // beams)[None],
-            steps=state.steps,
             places=(self.rows_B[:rows, None] * len(self.slots_S) + slots_BK).flatten(),
         )
         scores = [
-            _read(model, slots, padded[:rows].narrow(1, 0, words), read, plain)
-            for model, slots, padded, plain in zip(self.models, self.slots, self.padded, self.direct, strict=True)
+            _read(model, slots, padded[:rows].narrow(1, 0, words), read)
+            for model, slots, padded in zip(self.models, self.slots, self.padded, strict=True)
         ]
         grown, ids_BK, parents_BK = grow(state, self.rules, vote(scores, self.vocab))
         for name in ("live", "score", "logprob", "length", "beam", "steps", "done", "sound"):
@@ -269,21 +253,17 @@ class Pool:
             one[: len(rows)] = one.index_select(0, rows_B)
 
 
-def _windows(model: Transformer) -> bool:
-    return model.decoder is not None and any(model.decoder.windows)
-
-
 def multiple(number: int, of: int, most: int) -> int:
     """The next multiple, or the most there is."""
     return min(most, -(-number // of) * of)
 
 
-def _read(model: Transformer, slots: Sequence[_Slots], padded_BW: Tensor, read: Read, direct: bool) -> Tensor:
+def _read(model: Transformer, slots: Sequence[_Slots], padded_BW: Tensor, read: Read) -> Tensor:
     """The scores [B, K, V] of what follows each beam."""
     side = model.decoder
     assert side is not None
     rows, words = padded_BW.shape
-    layers = [_Layer(one, words, read, direct=direct) for one in slots]
+    layers = [_Layer(one, words, read) for one in slots]
     x_BKD = model.embedding.leave(side.embed(model.embedding.enter(read.ids), read.at))
     seen = Seen(allowed=read.seen, at=read.at, keys_at=read.keys_at)
     memory = x_BKD.new_empty(rows, words, 0)  # only its length is looked at: keys and values are there

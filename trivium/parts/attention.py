@@ -167,11 +167,6 @@ class MultiHeadAttention(nn.Module):
         """By a kernel for what SDPA is slow at, on a GPU in training; None where that is not asked for or not able."""
         if mask.mask is None or not TRITON or (self.dropout and self.training):
             return None
-        if mask.blocks is not None:
-            from trivium.kernels import flex  # not above: most runs need neither of the two
-
-            able = min(self.size, self.value_size) >= 16
-            return flex.attend(query, key, value, mask.blocks, scale=self.scale) if able else None
         from trivium.kernels import flash
 
         if not flash.able(query, value):

@@ -7,36 +7,30 @@ One convention everywhere: boolean, True = may attend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
 # Keys from which on our kernel for a trained bias pays, forward and backward of 64 rows on an H200: 512 took 1.05 ms
 # instead of 2.2; 114, causal, 0.140 where torch's memory-efficient kernel and the making of its mask took 0.189. Fewer
 # were not measured.
 FLASH = 64
-LONG = 1 << 30  # keys from which on leaving out blocks pays: not measured on a GPU yet, so nothing is that long
 
 
 class Resolved(NamedTuple):
     """A mask in the form that attention takes.
 
     For scaled dot-product attention: a dense tensor, or the causal flag, or neither. The dense tensor is boolean, or a
-    float that is added to the scores: -inf where a key may not be seen. On a GPU in training there are two more forms:
-    `blocks` for FlexAttention, which say everything; and `bias` [1, H, T, S] and `seen` [B, S] beside the causal flag
-    for the kernel in `kernels/flash.py`. Of these `together` makes the first, from the `mask` that they are of.
+    float that is added to the scores: -inf where a key may not be seen. On a GPU in training there is one more form:
+    `bias` [1, H, T, S] and `seen` [B, S] beside the causal flag for the kernel in `kernels/flash.py`. Of these
+    `together` makes the first, from the `mask` that they are of.
     """
 
     dense: Tensor | None
     is_causal: bool
-    blocks: BlockMask | None = None
     bias: Tensor | None = None
     seen: Tensor | None = None
     mask: Mask | None = None
@@ -45,7 +39,7 @@ class Resolved(NamedTuple):
         """The same for scaled dot-product attention."""
         if self.mask is None:
             return self
-        everything = self.blocks is None and self.seen is None and not self.is_causal
+        everything = self.seen is None and not self.is_causal
         return Resolved(_joined(self.bias, None if everything else self.mask.dense(queries, keys, device)), False)
 
 
@@ -104,40 +98,7 @@ class Mask:
                 return Resolved(None, causal, bias=bias, seen=self.padding, mask=self)
             if self.padding is None and not causal:
                 return Resolved(bias, False)
-        elif fast and torch.compiler.is_compiling() and bias is None and keys >= LONG:
-            return Resolved(None, False, blocks=self.blocks(queries, keys, device), mask=self)
         return Resolved(_joined(bias, self.dense(queries, keys, device)), False)
-
-    def blocks(self, queries: int, keys: int, device: torch.device) -> BlockMask:
-        """For FlexAttention: which blocks of pairs hold something to see, and the rule within them."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        given = [part for part in (self.prefix, self.padding, self.documents) if part is not None]
-        rows = len(given[0]) if given else None
-        return create_block_mask(self.rule(queries, keys), rows, None, queries, keys, device=device)
-
-    def rule(self, queries: int, keys: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The conditions as a function of row, head, query and key, all of them numbers."""
-        start = keys - queries
-        asking = self.documents if self.asking is None else self.asking
-        begin = 0 if asking is None else asking.shape[1] - queries
-
-        def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            result = key >= 0
-            if self.causal:
-                result = key <= query + start
-                if self.prefix is not None:
-                    result = result | (key < self.prefix[row])
-            if self.window:
-                result = result & ((query + start - key).abs() < self.window)
-            if self.padding is not None:
-                result = result & self.padding[row, key]
-            if self.documents is not None and asking is not None:
-                own = asking[row, query + begin]
-                result = result & (own == self.documents[row, key]) & (own > 0)
-            return result
-
-        return allowed
 
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """The boolean tensor, [1 or B, 1, T, S]."""
