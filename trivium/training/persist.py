@@ -114,9 +114,9 @@ class RunLog:
     def cut(self, step: int) -> None:
         """Forget what comes after `step`, on the disk as soon as it lets us."""
         self._untold = None
-        for journal in (self.metrics, self.samples):
+        for lines in (self.metrics, self.samples):
             with contextlib.suppress(OSError):
-                journal.cut(step)
+                lines.cut(step)
 
     def restore(self) -> None:
         """See to it that the folder is there."""
@@ -129,8 +129,8 @@ class RunLog:
         self.restore()
         if not self.history.saved:
             self.history.write()
-        for journal in (self.metrics, self.samples, self.timeline):
-            journal.flush()
+        for lines in (self.metrics, self.samples, self.timeline):
+            lines.flush()
         # nobody knows what a tracker that failed in the middle has heard: then all of them begin again
         untold, self._untold = self._untold, None
         for tracker in self.trackers:
@@ -141,8 +141,8 @@ class RunLog:
         self._untold = []
 
     def close(self) -> None:
-        for journal in (self.metrics, self.samples, self.timeline):
-            journal.close()
+        for lines in (self.metrics, self.samples, self.timeline):
+            lines.close()
         for tracker in self.trackers:
             tracker.close()
 
