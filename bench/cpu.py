@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from bench.decode import Texts, our_decoding, their_decoding, their_loop
 from bench.peers import count, hugging_face, steps, translated, twin, twins, unsettle
 from bench.table import Line, machine, rounds, summary, table, typed
-from bench.workloads import CLIP, Workload, dry, ground
+from bench.workloads import CLIP, Workload, dry, run_context
 from trivium.api import load
 from trivium.generation.embed import pooled
 from trivium.interop.quantize import quantize
@@ -41,8 +41,8 @@ from trivium.models.presets import bert, gpt
 from trivium.models.transformer import arrange, build
 from trivium.objectives.options import Causal
 from trivium.parts.site import NoPart
+from trivium.training.build_job import build_job
 from trivium.training.loop import updates
-from trivium.training.prepare import job
 
 CPU = torch.device("cpu")
 BATCH = 32  # sentences that a user of Hugging Face gives to its model at once: the default of sentence-transformers
@@ -90,8 +90,8 @@ def train(sizes: Sizes, args: argparse.Namespace) -> list[Line]:
     """Updates by trivium's own loop, and by the loop that a user of Hugging Face writes."""
     workload = Workload(model=sizes.trained, objective=Causal(), rows=args.rows)
     recipe = workload.recipe(device="cpu", precision=args.precision, compiled="off")
-    base = ground(workload, recipe, Path())
-    made = job(base, sys.maxsize)
+    base = run_context(workload, recipe, Path())
+    made = build_job(base, sys.maxsize)
     unsettle(made.model)
     peer = twin(made.model)
     rng = np.random.default_rng(0)

@@ -46,9 +46,11 @@ def take_steps(preset: str, precision: str, rows: int, settings: list[str]) -> d
     """One step in this process."""
     from trivium import config
     from trivium.models.presets import PRESETS
-    from trivium.training import fit, prepare
+    from trivium.training import fit
+    from trivium.training.build_job import build_job
     from trivium.training.loop import updates
     from trivium.training.recipe import Recipe
+    from trivium.training.setup import create_run
 
     layer = config.assignments(
         [
@@ -59,13 +61,13 @@ def take_steps(preset: str, precision: str, rows: int, settings: list[str]) -> d
         ]
     )
     with tempfile.TemporaryDirectory() as folder:
-        ground = prepare.lay(
+        context = create_run(
             config.load(Recipe, layer), Path(folder), say=lambda text: None, tick=lambda what, at, of: None
         )
         before = status("VmRSS")
-        job = prepare.job(ground, 1)
+        job = build_job(context, 1)
         assert all(update.loss.isfinite() for update in updates(job, ahead=0))
-    estimate = fit.memory_of(ground.recipe, ground.recipe.model, rows, ground.longest)
+    estimate = fit.memory_of(context.recipe, context.recipe.model, rows, context.longest)
     peak = status("VmHWM") - before
     return {
         "process": before,

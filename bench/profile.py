@@ -20,7 +20,7 @@ sys.path.sort(key=lambda path: Path(path).resolve() == Path(__file__).resolve().
 
 from bench.table import machine, typed, wait
 from bench.train import HOW, WARM, Side, shared, sides, training, workload_of
-from bench.workloads import FOLDER, WORKLOADS, ground
+from bench.workloads import FOLDER, WORKLOADS, run_context
 from trivium.training.device import choose
 from trivium.training.process import process_settings
 
@@ -161,7 +161,7 @@ def main(given: Sequence[str] | None = None) -> None:
     device = choose(args.device)
     workload, recipe = workload_of(args, device)
     with tempfile.TemporaryDirectory() as scratch, process_settings(recipe, FOLDER.parent):
-        base = ground(workload, recipe, Path(scratch), data=args.data)
+        base = run_context(workload, recipe, Path(scratch), data=args.data)
         for name, enter in sides(base, args.against, batches=16).items():
             side = enter()
             side.run(WARM)

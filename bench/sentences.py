@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.workloads import TINY, WORKLOADS, ground, pairs_of
+from bench.workloads import TINY, WORKLOADS, pairs_of, run_context
 from trivium.generation.beam import Beam, Search, poolable, search
 from trivium.generation.scorer import Prompt, Scorer
 from trivium.models.transformer import Transformer
@@ -39,7 +39,7 @@ def sentences(scratch: Path, number: int, *, together: int, tiny: bool, data: st
     The translations of `together` neighbours are equally long, as those of a batch of the peer are.
     """
     workload = (TINY if tiny else WORKLOADS)["transformer"]
-    base = ground(workload, workload.recipe(device="cpu"), scratch, data=data)
+    base = run_context(workload, workload.recipe(device="cpu"), scratch, data=data)
     pairs = pairs_of(base.train)
     assert pairs is not None
     chosen = np.random.default_rng(0).permutation(len(pairs))[:number]

@@ -27,14 +27,15 @@ from bench.measure import Ceilings, ceilings, held, peak, size
 from bench.peers import Inputs, steps, translated, twin, unsettle
 from bench.table import Line, Work, fastest, machine, rounds, summary, table, typed
 from bench.torch_transformer import TorchTransformer
-from bench.workloads import CLIP, FOLDER, TINY, WORKLOADS, Workload, ground, pairs_of, row
+from bench.workloads import CLIP, FOLDER, TINY, WORKLOADS, Workload, pairs_of, row, run_context
 from trivium.data.bucketing import Buckets
 from trivium.data.loader import Order, Ordering
 from trivium.parts.losses import total
+from trivium.training.build_job import build_job
+from trivium.training.context import RunContext
 from trivium.training.device import choose
 from trivium.training.job import Job
 from trivium.training.loop import updates
-from trivium.training.prepare import Ground, job
 from trivium.training.process import process_settings
 from trivium.training.recipe import Recipe
 
@@ -50,7 +51,7 @@ class Side(NamedTuple):
     warm: int = WARM
 
 
-def our_side(made: Job, base: Ground, others: float) -> Side:
+def our_side(made: Job, base: RunContext, others: float) -> Side:
     """Trivium's own training loop."""
     endless = updates(made)
     pairs = pairs_of(base.train)
@@ -64,7 +65,7 @@ def our_side(made: Job, base: Ground, others: float) -> Side:
     return Side(run, others)
 
 
-def their_side(peer: nn.Module, base: Ground, recipe: Recipe, number: int) -> Side:
+def their_side(peer: nn.Module, base: RunContext, recipe: Recipe, number: int) -> Side:
     """The peer's loop over `number` batches that are on the device already, which costs it nothing."""
     device = torch.device(recipe.device)
     others = held(device) - (size(peer) if device.type == "cpu" else 0)
@@ -82,7 +83,7 @@ def their_side(peer: nn.Module, base: Ground, recipe: Recipe, number: int) -> Si
     return Side(run, others, max(WARM, number if pairs_of(base.train) is not None else 0))  # every shape is seen
 
 
-def their_batches(base: Ground) -> Iterator[tuple[float, Inputs]]:
+def their_batches(base: RunContext) -> Iterator[tuple[float, Inputs]]:
     """The real tokens and the inputs of batches like ours; pairs are sorted by length and padded."""
     batch, seed, pairs = base.recipe.batch, base.recipe.seed, pairs_of(base.train)
     examples = base.train if pairs is None else pairs
@@ -96,7 +97,7 @@ def their_batches(base: Ground) -> Iterator[tuple[float, Inputs]]:
         yield float(tokens), translated(base.task.inputs(examples.take(numbers), rng))
 
 
-def check_losses(made: Job, base: Ground, peer: nn.Module) -> None:
+def check_losses(made: Job, base: RunContext, peer: nn.Module) -> None:
     """Refuse sides whose first losses differ: then the work is not the same."""
     device = made.model.device
     rows = pairs_of(base.train) or base.train
@@ -110,14 +111,14 @@ def check_losses(made: Job, base: Ground, peer: nn.Module) -> None:
         raise SystemExit(f"not the same work: the first losses are {ours:.5f} and {theirs:.5f}")
 
 
-def sides(base: Ground, against: str, batches: int) -> dict[str, Callable[[], Side]]:
+def sides(base: RunContext, against: str, batches: int) -> dict[str, Callable[[], Side]]:
     """Trivium and its peer, each brought to the device when its turn to warm up has come.
 
     A peer whose shapes vary is there eager too, since compilation may not pay for it.
     """
     recipe, device = base.recipe, torch.device(base.recipe.device)
     others = held(device)
-    made = job(base, sys.maxsize)
+    made = build_job(base, sys.maxsize)
     peers: dict[str, tuple[nn.Module, Recipe]] = {}
     if against != "none":
         unsettle(made.model)
@@ -137,7 +138,7 @@ def sides(base: Ground, against: str, batches: int) -> dict[str, Callable[[], Si
 
 def lines(
     waiting: dict[str, Callable[[], Side]],
-    base: Ground,
+    base: RunContext,
     *,
     number: int,
     of: int,
@@ -174,7 +175,7 @@ def lines(
     ]
 
 
-def floor(base: Ground, each: Row, ceiling: Ceilings) -> str:
+def floor(base: RunContext, each: Row, ceiling: Ceilings) -> str:
     """The two numbers: the least time for what must be computed, and for what must be moved."""
     model, batch = base.recipe.model, base.recipe.batch
     rows: float = batch.rows
@@ -242,7 +243,7 @@ def main(given: Sequence[str] | None = None) -> None:
     workload, recipe = workload_of(args, device)
     ceiling = ceilings(device, time.perf_counter, tiny=args.tiny)
     with tempfile.TemporaryDirectory() as scratch, process_settings(recipe, FOLDER.parent):
-        base = ground(workload, recipe, Path(scratch), data=args.data)
+        base = run_context(workload, recipe, Path(scratch), data=args.data)
         waiting = sides(base, args.against, batches=16)
         told = lines(waiting, base, number=args.rounds, of=args.steps, ceiling=ceiling, device=device)
         each = row(base)

@@ -27,9 +27,10 @@ from trivium.optim.schedules import Constant
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.site import NoPart
 from trivium.text.kinds import Bpe, Bytes
+from trivium.training.context import RunContext
 from trivium.training.device import settle
-from trivium.training.prepare import Ground, lay
 from trivium.training.recipe import BatchConfig, Budget, Recipe
+from trivium.training.setup import create_run
 
 T = TypeVar("T")
 
@@ -166,12 +167,12 @@ TINY = {
 }
 
 
-def ground(workload: Workload, recipe: Recipe, scratch: Path, *, data: str = "", batches: int = 64) -> Ground:
-    """What a run of the workload stands on: random ids, or the pairs in `data`; `scratch` is a folder for shards."""
+def run_context(workload: Workload, recipe: Recipe, scratch: Path, *, data: str = "", batches: int = 64) -> RunContext:
+    """The context of a run of the workload: random ids, or the pairs in `data`; `scratch` is a folder for shards."""
     return _pairs(workload, recipe, scratch, data) if workload.tokens else _random(recipe, batches)
 
 
-def _random(recipe: Recipe, batches: int) -> Ground:
+def _random(recipe: Recipe, batches: int) -> RunContext:
     """Rows of random ids: nothing to learn, but speed does not depend on that."""
     model = recipe.model
     tokenizer = Bytes().build([]).extended(recipe.objective.specials)
@@ -181,7 +182,7 @@ def _random(recipe: Recipe, batches: int) -> Ground:
     stream = Stream(ids=ids, starts=np.zeros(1, np.int64), text_bytes=len(ids))
     nothing = Stream(ids=ids[:0], starts=np.zeros(0, np.int64), text_bytes=0)
     shards = Shards(train=stream, valid=nothing, manifest={})
-    return Ground(folder=FOLDER, recipe=recipe, tokenizer=tokenizer, shards=shards, task=task)
+    return RunContext(folder=FOLDER, recipe=recipe, tokenizer=tokenizer, shards=shards, task=task)
 
 
 def _over(task: Task, vocab: int) -> Task:
@@ -194,7 +195,7 @@ def _over(task: Task, vocab: int) -> Task:
     return replace(task, vocabulary=wide)
 
 
-def _pairs(workload: Workload, recipe: Recipe, scratch: Path, data: str) -> Ground:
+def _pairs(workload: Workload, recipe: Recipe, scratch: Path, data: str) -> RunContext:
     """Real sentences: their lengths are what padding and packing are about."""
     with as_file(files("trivium") / "assets" / "tatoeba-train.tsv.gz") as asset:
         named = replace(
@@ -203,8 +204,8 @@ def _pairs(workload: Workload, recipe: Recipe, scratch: Path, data: str) -> Grou
             tokenizer=Bpe(size=workload.vocab - len(recipe.objective.specials)),
             model=replace(recipe.model, vocab=0),
         )
-        laid = lay(named, scratch, say=lambda text: None, tick=lambda what, done, whole: None)
-    return replace(laid, folder=FOLDER)
+        context = create_run(named, scratch, say=lambda text: None, tick=lambda what, done, whole: None)
+    return replace(context, folder=FOLDER)
 
 
 def _data(named: str, pack: int) -> DataConfig:
@@ -220,9 +221,9 @@ def pairs_of(examples: Examples) -> Pairs | None:
     return examples.pairs if isinstance(examples, PackedPairs) else examples if isinstance(examples, Pairs) else None
 
 
-def row(ground: Ground) -> Row:
+def row(context: RunContext) -> Row:
     """The tokens of a row; of pairs, which have many lengths, those of the mean one."""
-    task, examples = ground.task, ground.train
+    task, examples = context.task, context.train
     if (pairs := pairs_of(examples)) is not None:
         source, target = (round(float(side)) for side in pairs.sizes.mean(axis=0))
         return Row(source, target, target)

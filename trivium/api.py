@@ -41,10 +41,10 @@ from trivium.text.tokenizer import open_tokenizer
 from trivium.training import metrics
 from trivium.training.checks import TAKEN
 from trivium.training.device import choose
-from trivium.training.events import line
+from trivium.training.events import Opened, line
 from trivium.training.recipe import TOKENIZER, Recipe
 from trivium.training.recipes import RUNS, is_run, read_recipe
-from trivium.training.run import Exists, open_run
+from trivium.training.run import Exists, train_run
 
 __all__ = [
     "Completion",
@@ -282,26 +282,28 @@ def train(
         raise RequestError(f"quiet: expects true or false, not {shown(quiet)}")
     parts = (*parts, *settings.outside(source if isinstance(source, Recipe) else None, overrides))
     say: Say = (lambda text: None) if quiet else printed
+    events = train_run(
+        source if isinstance(source, Recipe) else as_path(source),
+        settings.overrides({} if overrides is None else overrides),
+        runs=as_path(runs),
+        data_dir=None if data_dir is None else as_path(data_dir),
+        parts=parts,
+        exists=exists,
+        say=say,
+        tick=lambda what, at, of: None,
+        alert=say,
+    )
+    folder = Path()
     try:
-        session = open_run(
-            source if isinstance(source, Recipe) else as_path(source),
-            settings.overrides({} if overrides is None else overrides),
-            runs=as_path(runs),
-            data_dir=None if data_dir is None else as_path(data_dir),
-            parts=parts,
-            exists=exists,
-            say=say,
-            tick=lambda what, at, of: None,
-        )
+        for event in events:
+            if isinstance(event, Opened):
+                folder = event.folder
+                if event.recipe.device == "cpu" and (busy := threads.advice()):
+                    say(busy)
+            elif text := line(event):
+                say(text)
     except ConfigError as error:
         if TAKEN not in error.sentence:
             raise
         raise ConfigError(*(_in_python(problem) for problem in error.problems)) from None
-    session.alert = say
-    if session.recipe.device == "cpu" and (busy := threads.advice()):
-        say(busy)
-    for event in session.events():
-        text = line(event)
-        if text:
-            say(text)
-    return Run(session.folder, parts)
+    return Run(folder, parts)

@@ -19,12 +19,12 @@ from bench import table as table_module
 from bench.measure import Ceilings, ceilings, held, peak, recorded, size
 from bench.table import fastest, rounds, summary, table
 from bench.torch_transformer import TorchTransformer
-from bench.workloads import CLIP, GPT2_10M, TINY, WORKLOADS, dry, ground, marian, row
+from bench.workloads import CLIP, GPT2_10M, TINY, WORKLOADS, dry, marian, row, run_context
 from trivium.cli.demos.assets import text_of
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer
 from trivium.parts.losses import total
-from trivium.training.prepare import job
+from trivium.training.build_job import build_job
 
 CPU = torch.device("cpu")
 COLUMNS = ["side", "tokens/s", "ms/step", "TFLOP/s", "ceiling", "GB", "spread", "ratio", "quartiles"]
@@ -132,7 +132,7 @@ def test_workloads_have_the_shapes_of_the_peers() -> None:
 def test_rows_are_as_long_as_those_of_the_peers(tmp_path: Path) -> None:
     for name, wanted in (("t5", (512, 114, 114)), ("bert", (0, 512, 77)), ("gpt2", (0, 1024, 1024))):
         workload = WORKLOADS[name]
-        base = ground(workload, workload.recipe(device="cpu", rows=1), tmp_path, batches=1)
+        base = run_context(workload, workload.recipe(device="cpu", rows=1), tmp_path, batches=1)
         assert row(base) == wanted
 
 
@@ -173,8 +173,8 @@ def test_only_what_hugging_face_lacks_is_measured_against_torch() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "transformer"])
 def test_sides_with_other_losses_are_refused(name: str, pairs: Path, tmp_path: Path) -> None:
-    base = ground(TINY[name], TINY[name].recipe(device="cpu", precision="fp32"), tmp_path, data=str(pairs))
-    made = job(base, 1)
+    base = run_context(TINY[name], TINY[name].recipe(device="cpu", precision="fp32"), tmp_path, data=str(pairs))
+    made = build_job(base, 1)
     peer = peers.twin(made.model)
     train.check_losses(made, base, peer)
     with torch.no_grad():
@@ -224,8 +224,8 @@ def test_the_share_of_equal_tokens_counts_up_to_the_first_difference() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "tinyllama", "bert", "t5"])
 def test_both_sides_train_to_the_same_weights(name: str, tmp_path: Path) -> None:
     """One batch that both see, so that order and masking cannot differ: only rounding is left."""
-    base = ground(TINY[name], TINY[name].recipe(device="cpu", precision="fp32"), tmp_path, batches=1)
-    made = job(base, 3)
+    base = run_context(TINY[name], TINY[name].recipe(device="cpu", precision="fp32"), tmp_path, batches=1)
+    made = build_job(base, 3)
     before = made.model.embedding.weight.detach().clone()
     peer = peers.twin(made.model)
     batch = base.task.inputs(base.train.take(made.order.batch(0)), np.random.default_rng(0))

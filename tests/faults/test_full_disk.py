@@ -27,8 +27,8 @@ from trivium.config import load, overrides, write
 from trivium.errors import BusyError, Interrupted, TriviumError
 from trivium.files import Lock
 from trivium.training.events import Event, Progress, Said, Saved
-from trivium.training.metrics import Journal, rows
-from trivium.training.persist import WAITS, Retry
+from trivium.training.metrics import JsonLines, rows
+from trivium.training.persist import WAITS, RetryingWriter
 from trivium.training.recipe import Recipe
 from trivium.training.session import Session
 
@@ -81,7 +81,7 @@ class Disk:
 
         for name in ("fsync", "rename", "replace"):
             monkeypatch.setattr(os, name, refusing(getattr(os, name)))
-        monkeypatch.setattr(Journal, "flush", refusing(Journal.flush))
+        monkeypatch.setattr(JsonLines, "flush", refusing(JsonLines.flush))
 
 
 def assert_equal_runs(one: Path, two: Path, step: int) -> None:
@@ -136,7 +136,7 @@ def test_a_run_survives_a_disk_that_refuses_for_a_while(
 
 def test_without_the_guard_the_run_would_end(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch, errno.ENOSPC)
-    monkeypatch.setattr(Retry, "attempt", lambda self, step, write, now=False: write())
+    monkeypatch.setattr(RetryingWriter, "attempt", lambda self, step, write, now=False: write())
     session = start(small(**FEW), tmp_path)
     with pytest.raises(OSError, match="No space left"):
         watched(session, lambda event: setattr(disk, "full", isinstance(event, Progress)))
@@ -173,7 +173,7 @@ def test_a_line_cut_short_by_a_full_disk_is_completed(
     """The kernel writes as many bytes as fit; what follows later must be exactly the rest."""
     path = tmp_path_factory.mktemp("journal") / "metrics.jsonl"
     lines = [{"step": step, "text": "ä\u2028" * step} for step in range(before + after)]
-    journal = Journal(path)
+    journal = JsonLines(path)
     journal.write(lines[:before])
     refused = False
     with no_file_above(limit):
@@ -192,7 +192,7 @@ def test_a_line_cut_short_by_a_full_disk_is_completed(
 
 def test_a_cut_that_cannot_be_written_is_made_up_for(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    journal = Journal(path)
+    journal = JsonLines(path)
     journal.write({"step": step} for step in range(20))
     with no_file_above(10), pytest.raises(OSError, match="File too large"):
         journal.cut(9)
@@ -340,7 +340,7 @@ def test_a_small_real_disk_that_runs_full(small: Make, clean: Path, tmp_path: Pa
 
 def test_the_waiting_doubles_and_the_last_failure_is_forgotten_after_success() -> None:
     told: list[str] = []
-    retry = Retry("it", told.append)
+    retry = RetryingWriter("it", told.append)
     tries: list[int] = []
 
     def refused() -> None:

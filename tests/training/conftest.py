@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from trivium.config import load, overrides
+from trivium.training.context import RunContext
 from trivium.training.events import Event
-from trivium.training.prepare import Ground, lay
 from trivium.training.recipe import Recipe
 from trivium.training.run import Session, open_run
+from trivium.training.setup import create_run
 
 ASSETS = Path(__file__).resolve().parents[2] / "trivium" / "assets"
 
@@ -89,9 +90,9 @@ def silent(*_: object) -> None:
     """A watcher that does not watch."""
 
 
-def laid(recipe: Recipe, runs: Path) -> Ground:
-    """What a run of the recipe stands on, for tests that drive its steps themselves."""
-    return lay(recipe, runs, say=silent, tick=silent)
+def create(recipe: Recipe, runs: Path) -> RunContext:
+    """The context of a new run of the recipe, for tests that drive its steps themselves."""
+    return create_run(recipe, runs, say=silent, tick=silent)
 
 
 def start(recipe: Recipe, runs: Path) -> Session:

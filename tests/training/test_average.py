@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from tests.training.conftest import finish, laid, start
+from tests.training.conftest import create, finish, start
 from trivium.checkpoints import format
 from trivium.models.transformer import load_weights, weights
-from trivium.training import prepare
+from trivium.training.build_job import build_job
 from trivium.training.loop import updates
 from trivium.training.recipe import Recipe
 from trivium.training.validate import validate
@@ -22,7 +22,7 @@ EMA = {"average.kind": "ema", "average.decay": 0.5, "average.warmup": "none"}
 def test_the_average_does_not_touch_the_training(small: Make, tmp_path: Path) -> None:
     found = []
     for name, changes in (("none", {}), ("ema", EMA)):
-        job = prepare.job(laid(small(**changes), tmp_path / name), 6)
+        job = build_job(create(small(**changes), tmp_path / name), 6)
         found.append(([float(update.loss) for update in updates(job)], weights(job.model)))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][name], tensor) for name, tensor in found[1][1].items())
@@ -30,8 +30,8 @@ def test_the_average_does_not_touch_the_training(small: Make, tmp_path: Path) ->
 
 def test_validation_and_the_finished_model_have_the_averaged_weights(small: Make, tmp_path: Path) -> None:
     """The oracle is the definition: half of the old average and half of the weights, step by step."""
-    ground = laid(small(**EMA), tmp_path)
-    job = prepare.job(ground, 6)
+    context = create(small(**EMA), tmp_path)
+    job = build_job(context, 6)
     average = {name: tensor.clone() for name, tensor in weights(job.model).items()}
     for _ in updates(job):
         now = weights(job.model)
@@ -41,13 +41,13 @@ def test_validation_and_the_finished_model_have_the_averaged_weights(small: Make
     for name, tensor in used.items():
         torch.testing.assert_close(tensor, average[name])
     assert any(not torch.equal(tensor, raw[name]) for name, tensor in used.items())
-    scored = validate(job, ground.valid, limit=0).loss
+    scored = validate(job, context.valid, limit=0).loss
     assert all(torch.equal(tensor, raw[name]) for name, tensor in weights(job.model).items())  # back in training
-    plain = prepare.job(laid(small(), tmp_path / "plain"), 6)
+    plain = build_job(create(small(), tmp_path / "plain"), 6)
     load_weights(plain.model, used)
-    assert validate(plain, ground.valid, limit=0).loss == scored
+    assert validate(plain, context.valid, limit=0).loss == scored
     load_weights(plain.model, raw)
-    assert validate(plain, ground.valid, limit=0).loss != scored
+    assert validate(plain, context.valid, limit=0).loss != scored
 
 
 def test_a_run_delivers_the_average_of_its_checkpoint(small: Make, tmp_path: Path) -> None:

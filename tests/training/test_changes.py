@@ -41,7 +41,7 @@ Make = Callable[..., Recipe]
     ],
 )
 def test_an_unsafe_change_on_resume_is_refused(small: Make, tmp_path: Path, key: str, value: Any) -> None:
-    """R10: nothing but the folder of a laid run is needed to say so."""
+    """R10: nothing but the folder of a created run is needed to say so."""
     session = start(small(), tmp_path)
     with pytest.raises(CheckpointError, match=rf"another configuration: {key}(\.\w+)? was .* start a new run"):
         resume(session.folder, **{key: value})

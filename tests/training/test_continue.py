@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.test_outside import ScaleNorm
-from tests.training.conftest import finish, laid, resume, silent, start
+from tests.training.conftest import create, finish, resume, silent, start
 from tests.training.test_resume import assert_equal_ends, assert_goes_on_exactly, cut_back, cut_copy
 from trivium import config as settings
 from trivium.checkpoints import bundle, format
@@ -21,12 +21,13 @@ from trivium.errors import CheckpointError, ConfigError
 from trivium.interop.quantize import quantize
 from trivium.models.transformer import weights
 from trivium.text.tokenizer import open_tokenizer
-from trivium.training import prepare
+from trivium.training.build_job import build_initial_job, build_job
 from trivium.training.loop import updates
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
 from trivium.training.recipes import read_recipe
 from trivium.training.run import open_run
+from trivium.training.setup import create_run
 
 Make = Callable[..., Recipe]
 
@@ -75,22 +76,22 @@ def test_a_new_run_begins_with_the_weights_of_its_start(first: Path, other: Path
         found = bundle.open_bundle(first)
         bundle.save(named, found.module.config, weights(found.module), found.tokenizer, {})
         recipe = bare(first, other, average="ema", start=str(named))
-    ground = laid(recipe, tmp_path / "second")
-    job = prepare.job(ground, 6)
+    context = create(recipe, tmp_path / "second")
+    job = build_job(context, 6)
     own = weights(job.model)
     assert own.keys() == wanted.keys()
     assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in job.average.tensors().items())
     assert (job.step, job.cursor) == (0, 0)
     assert all(not tensor.any() for tensor in job.optimizer.tensors().values())  # fresh moments
-    assert ground.recipe.model == settings.load(Recipe, settings.read(first / "config.toml")).model
-    assert ground.tokenizer.digest == open_tokenizer(first).digest
+    assert context.recipe.model == settings.load(Recipe, settings.read(first / "config.toml")).model
+    assert context.tokenizer.digest == open_tokenizer(first).digest
     list(updates(job))
 
 
 def test_the_moments_come_too_if_they_are_asked_for(first: Path, other: Path, tmp_path: Path) -> None:
     named = first / "checkpoints" / "step-00000010"
-    job = prepare.job(laid(bare(named, other, start_optimizer="keep"), tmp_path / "second"), 6)
+    job = build_job(create(bare(named, other, start_optimizer="keep"), tmp_path / "second"), 6)
     wanted = format.tensors(named, "optimizer")
     own = job.optimizer.tensors()
     assert own.keys() == wanted.keys()
@@ -109,7 +110,7 @@ def test_one_rule_says_whether_the_start_gives_its_averaged_weights(small: Make,
         if named == "unfinished":
             (session.folder / "model.json").unlink(missing_ok=True)
         recipe = bare(last if named == "checkpoint" else session.folder, other, start_optimizer=keep)
-        own = weights(prepare.job(laid(recipe, tmp_path / str(number)), 6).model)
+        own = weights(build_job(create(recipe, tmp_path / str(number)), 6).model)
         wanted = raw if keep == "keep" else averaged
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in own.items()), (named, keep)
 
@@ -141,7 +142,7 @@ def test_special_tokens_that_the_start_has_not_are_added_with_new_rows(
     told: list[str] = []
     recipe = bare(first, other, objective=objective, seed=3, **{"checkpoint.every": 2.0, "checkpoint.keep": 9})
     session = open_run(recipe, {}, runs=tmp_path / "second", say=told.append, tick=silent)
-    known, tokenizer = open_tokenizer(first), session.ground.tokenizer
+    known, tokenizer = open_tokenizer(first), session.context.tokenizer
     size = known.size
     assert [tokenizer.specials[spelling] for spelling in added] == [*range(size, size + len(added))]
     assert tokenizer.encode("The fox, <pad>") == known.encode("The fox, <pad>")
@@ -150,7 +151,7 @@ def test_special_tokens_that_the_start_has_not_are_added_with_new_rows(
     )
     there = settings.load(Recipe, settings.read(first / "config.toml")).model
     assert session.recipe.model == replace(there, vocab=size + len(added))
-    old, new = format.read_tensors(first / "model.safetensors"), weights(prepare.job(session.ground, 6).model)
+    old, new = format.read_tensors(first / "model.safetensors"), weights(build_job(session.context, 6).model)
     drawn = torch.empty(len(added), 16).normal_(0, 0.02, generator=torch.Generator().manual_seed(3))
     assert torch.equal(new["embedding.weight"], torch.cat((old["embedding.weight"], drawn)))
     assert new.keys() == old.keys()
@@ -168,7 +169,7 @@ def test_a_decay_may_branch_off_from_any_flat_checkpoint(small: Make, tmp_path: 
     still = {"model.decoder.block.dropout": 0.0, "model.decoder.block.attention.dropout": 0.0}
     data = {"data.valid": 0.0, "batch.micro": 0, "checkpoint.keep": 30}
     rate = {"schedule.kind": "wsd", "schedule.warmup": 2.0}
-    rows_of_text = len(laid(small(**still, **data), tmp_path / "count").train)
+    rows_of_text = len(create(small(**still, **data), tmp_path / "count").train)
     whole = {**still, **data, **rate, "batch.rows": rows_of_text}
     straight = start(small(**whole, **{"schedule.decay": 8.0}), tmp_path / "straight")
     finish(straight)
@@ -208,9 +209,9 @@ def test_a_run_with_a_start_resumes_exactly_even_without_it(first: Path, other: 
 
 def test_the_beginning_is_made_on_the_cpu_and_is_the_same_there(first: Path, other: Path, tmp_path: Path) -> None:
     """A run on a device has no room there for a second one: not even a device is needed to make it."""
-    ground = laid(bare(first, other, average="ema"), tmp_path / "second")
-    elsewhere = replace(ground, recipe=replace(ground.recipe, device="cuda", compile="on"))
-    made, wanted = prepare.beginning(elsewhere, 7), prepare.job(ground, 7)
+    context = create(bare(first, other, average="ema"), tmp_path / "second")
+    elsewhere = replace(context, recipe=replace(context.recipe, device="cuda", compile="on"))
+    made, wanted = build_initial_job(elsewhere, 7), build_job(context, 7)
     assert (made.step, made.cursor, made.total) == (0, 0, 7)
     sections = made.tensors()
     for name, section in wanted.tensors().items():
@@ -221,14 +222,14 @@ def test_the_beginning_is_made_on_the_cpu_and_is_the_same_there(first: Path, oth
 
 def test_the_written_recipe_names_a_definite_checkpoint(first: Path, other: Path, tmp_path: Path) -> None:
     (first / "model.json").unlink()
-    ground = laid(bare(first, other), tmp_path / "second")
-    assert ground.recipe.start == str(first / "checkpoints" / "step-00000020")
-    assert settings.read(ground.folder / "config.toml")["start"] == ground.recipe.start
+    context = create(bare(first, other), tmp_path / "second")
+    assert context.recipe.start == str(first / "checkpoints" / "step-00000020")
+    assert settings.read(context.folder / "config.toml")["start"] == context.recipe.start
 
 
 def refused(recipe: Recipe, runs: Path, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
-        prepare.lay(recipe, runs, say=silent, tick=silent)
+        create_run(recipe, runs, say=silent, tick=silent)
     assert not runs.exists()
 
 
@@ -276,5 +277,5 @@ def test_a_start_with_few_bits_is_refused_in_a_sentence(first: Path, other: Path
     bundle.save(tmp_path / "few", found.module.config, weights(found.module), found.tokenizer, {})
     recipe = replace(bare(first, other), start=str(tmp_path / "few"))
     with pytest.raises(ConfigError, match="have 8 bits, which cannot be trained"):
-        laid(recipe, tmp_path / "runs")
+        create(recipe, tmp_path / "runs")
     assert not (tmp_path / "runs" / "second").exists()

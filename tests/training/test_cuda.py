@@ -17,7 +17,7 @@ from trivium.optim.fused_adam import FusedAdam
 from trivium.optim.options import OPTIMIZERS
 from trivium.parts import residual
 from trivium.parts.residual import PostConnection
-from trivium.training import prepare
+from trivium.training.build_job import build_job
 from trivium.training.loop import updates
 from trivium.training.metrics import rows
 from trivium.training.readout import ReadOut
@@ -87,9 +87,9 @@ def test_a_step_never_waits_for_the_gpu(
     small: Make, tmp_path: Path, kind: str, twinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the second step on nothing between two updates reads a number off the device."""
-    monkeypatch.setattr(prepare, "twinned", lambda recipe: twinned)
+    monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe: twinned)
     recipe = small(kind, device="cuda", precision="bf16", compile="off", **{"batch.micro": 0 if twinned else 2})
-    job = prepare.job(start(recipe, tmp_path).ground, 10)
+    job = build_job(start(recipe, tmp_path).context, 10)
     assert (isinstance(job.optimizer, FusedAdam)) == twinned
     steps, pending = updates(job), ReadOut()
     next(steps)
@@ -118,8 +118,8 @@ def test_recorded_steps_are_the_same_as_the_others(
 def test_a_recorded_run_is_close_to_a_plain_one(small: Make, tmp_path: Path) -> None:
     found = []
     for how in ("on", "graphs"):
-        ground = start(small(device="cuda", precision="fp32", compile=how, average="ema"), tmp_path / how).ground
-        job = prepare.job(ground, 12)
+        context = start(small(device="cuda", precision="fp32", compile=how, average="ema"), tmp_path / how).context
+        job = build_job(context, 12)
         found.append([float(update.loss) for update in updates(job)])
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
@@ -134,8 +134,8 @@ def test_a_run_with_twins_is_close_to_one_without(
     for twinned in (True, False):
         changes: dict[str, Any] = {"batch.rows": 8, "batch.micro": 0, "model.width": 64}
         recipe = small(device="cuda", precision=precision, compile="graphs", **changes)
-        monkeypatch.setattr(prepare, "twinned", lambda recipe, twinned=twinned: twinned)
-        job = prepare.job(start(recipe, tmp_path / str(twinned)).ground, 20)
+        monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe, twinned=twinned: twinned)
+        job = build_job(start(recipe, tmp_path / str(twinned)).context, 20)
         assert (isinstance(job.optimizer, FusedAdam)) == twinned
         found.append([float(update.loss) for update in updates(job)])
     assert found[1][-1] < found[1][0] - 0.3

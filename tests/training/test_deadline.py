@@ -16,15 +16,17 @@ from tests.training.conftest import finish, resume, silent, start
 from trivium.checkpoints import format
 from trivium.config import load, overrides
 from trivium.errors import CheckpointError, Interrupted
-from trivium.training import calibrate, prepare, session
+from trivium.training import calibrate, session
+from trivium.training.calibrate import plan_budget
+from trivium.training.context import RunContext, open_context
 from trivium.training.events import Progress, Said, Validated
 from trivium.training.job import Job
 from trivium.training.loop import updates
-from trivium.training.prepare import Ground
 from trivium.training.recipe import Budget, Recipe
 from trivium.training.recipes import laid_over
 from trivium.training.samples import samples
 from trivium.training.session import Session
+from trivium.training.setup import create_run
 from trivium.training.signals import Signals
 from trivium.training.step import Update
 from trivium.training.validate import Result, validate
@@ -50,7 +52,7 @@ class Clock:
 
         for module in (session, calibrate):
             monkeypatch.setattr(module, "updates", timed)
-        for target in (session, prepare):
+        for target in (session, calibrate):
             monkeypatch.setattr(target, "validate", validated)
 
     def __call__(self) -> float:
@@ -59,12 +61,12 @@ class Clock:
 
 def begin(recipe: Recipe, runs: Path, clock: Clock, said: list[str] | None = None) -> Session:
     say = silent if said is None else said.append
-    return Session(prepare.lay(recipe, runs, say=say, tick=silent, clock=clock), clock)
+    return Session(create_run(recipe, runs, say=say, tick=silent, clock=clock), clock)
 
 
-def again(ground: Ground, clock: Clock) -> Session:
-    recipe = load(Recipe, tomllib.loads((ground.folder / "config.toml").read_text()))
-    return Session(prepare.reopen(ground.folder, recipe), clock)
+def again(context: RunContext, clock: Clock) -> Session:
+    recipe = load(Recipe, tomllib.loads((context.folder / "config.toml").read_text()))
+    return Session(open_context(context.folder, recipe), clock)
 
 
 def weights(run: Session) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(
     class Stopping(Signals):
         @property
         def received(self) -> int:
-            return 2 if clock.now >= 0.125 * at + run.ground.spent else 0
+            return 2 if clock.now >= 0.125 * at + run.context.spent else 0
 
         @received.setter
         def received(self, value: int) -> None: ...
@@ -159,7 +161,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(
         patch.setattr(session, "Signals", Stopping)
         with pytest.raises(Interrupted, match="go on with"):
             finish(run)
-    resumed = again(run.ground, clock)
+    resumed = again(run.context, clock)
     finish(resumed)
     assert (straight.folder / "timeline.jsonl").read_text() == (run.folder / "timeline.jsonl").read_text()
     same(straight, resumed)
@@ -176,7 +178,7 @@ def test_decisions_outlive_a_kill_and_are_obeyed(small: Make, tmp_path: Path, mo
     before = {row["step"]: (row["rate"], row["loss"]) for row in rows if row["kind"] == "train"}
     knots = (run.folder / "timeline.jsonl").read_text()
     clock.step = 0.3
-    resumed = again(run.ground, clock)
+    resumed = again(run.context, clock)
     events = finish(resumed)
     assert any(isinstance(event, Said) and event.text.startswith("resumed at step") for event in events)
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -195,7 +197,7 @@ def test_the_file_of_a_finished_run_repeats_it(small: Make, tmp_path: Path, monk
     assert recipe.budget.shares[-1] == 1
     clock.step = 0.7
     repeated = begin(recipe, tmp_path, clock)
-    assert repeated.ground.spent == 0  # nothing is left to measure
+    assert repeated.context.spent == 0  # nothing is left to measure
     finish(repeated)
     same(run, repeated)
 
@@ -222,7 +224,7 @@ def test_decisions_that_a_power_failure_took_are_found_in_the_checkpoint(
             break
     share = run.record.timeline.rows()[-1]["share"]
     (run.folder / "timeline.jsonl").unlink()
-    resumed = again(run.ground, clock)
+    resumed = again(run.context, clock)
     finish(resumed)
     rows = resumed.record.timeline.rows()
     assert 0.4 < rows[0]["share"] < share
@@ -259,7 +261,7 @@ def test_a_resumed_run_makes_the_validations_that_were_decided(
             break
     last = max(row["step"] for row in run.record.metrics.rows())
     clock.validation = 0.5  # on a machine that is slower now
-    events = finish(again(run.ground, clock))
+    events = finish(again(run.context, clock))
     repeated = [event.step for event in events if isinstance(event, Validated) and event.step <= last]
     assert repeated == [step for step in made if step > min(repeated, default=0) - 1]
 
@@ -311,7 +313,7 @@ def test_a_damaged_timeline_is_one_sentence(small: Make, tmp_path: Path, monkeyp
     next(iter(run.events()))
     (run.folder / "timeline.jsonl").write_text('{"step": "x"}\n')
     with pytest.raises(CheckpointError, match=r"timeline.jsonl is damaged; delete it"):
-        finish(again(run.ground, clock))
+        finish(again(run.context, clock))
 
 
 def test_real_minutes_are_kept(small: Make, tmp_path: Path) -> None:
@@ -322,17 +324,19 @@ def test_real_minutes_are_kept(small: Make, tmp_path: Path) -> None:
     run = start(small(**{"budget.steps": 0, "budget.minutes": 0.05, "evaluate.rows": 0}), tmp_path)
     laid = time.monotonic()
     finish(run)
-    lasted = time.monotonic() - laid + run.ground.spent
+    lasted = time.monotonic() - laid + run.context.spent
     assert 2.5 < lasted < 4.5, (lasted, laid - began)  # other tests run beside this one
 
 
-def test_a_ground_without_a_plan_is_measured_once(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_without_a_plan_is_measured_once(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(monkeypatch, step=0.1)
-    ground = prepare.lay(small(**MINUTES), tmp_path, say=silent, tick=silent, clock=clock)
-    assert ground.recipe.budget.planned == int((6 - 0.3) * 0.9 / 0.1)  # three steps were enough
-    assert ground.spent == pytest.approx(0.3)
-    assert prepare._with_budget(ground, silent, clock) is ground
-    assert replace(ground.recipe.budget, planned=0).minutes == 0.1
+    context = create_run(small(**MINUTES), tmp_path, say=silent, tick=silent, clock=clock)
+    assert context.recipe.budget.planned == int((6 - 0.3) * 0.9 / 0.1)  # three steps were enough
+    assert context.spent == pytest.approx(0.3)
+    assert plan_budget(context, silent, clock) is context
+    assert replace(context.recipe.budget, planned=0).minutes == 0.1
 
 
 def test_another_budget_begins_without_what_was_decided() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.conftest import FAMILIES, finish, laid, silent, start
+from tests.training.conftest import FAMILIES, create, finish, silent, start
 from tests.training.test_resume import assert_equal_ends, assert_goes_on_exactly
 from trivium.config import load, overrides
 from trivium.data import shards
@@ -18,8 +18,8 @@ from trivium.errors import ConfigError
 from trivium.parts.losses import Losses
 from trivium.text.kinds import Bytes
 from trivium.text.tokenizer import open_tokenizer
-from trivium.training import prepare
 from trivium.training import validate as validation
+from trivium.training.build_job import build_job
 from trivium.training.loop import updates
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
@@ -70,7 +70,7 @@ def test_every_family_learns_a_text_that_repeats(small: Make, tmp_path: Path, ki
     text = tmp_path / "letters.txt"
     text.write_text("abcd" * 2000)
     changes = {"optim.rate": 1e-2, "schedule": "constant", "batch.rows": 16, "batch.micro": 0}
-    job = prepare.job(laid(small(kind, **quiet(kind), **changes, **{"data.paths": [str(text)]}), tmp_path), 120)
+    job = build_job(create(small(kind, **quiet(kind), **changes, **{"data.paths": [str(text)]}), tmp_path), 120)
     found = [float(update.loss) for update in updates(job)]
     assert found[0] > 5  # of 257 and more
     assert sum(found[-10:]) / 10 < 0.7
@@ -81,20 +81,20 @@ def test_micro_batches_change_the_order_of_sums_only(small: Make, tmp_path: Path
     """What is masked or cut out does not depend on how many rows go through the model at a time."""
     found = []
     for micro in (1, 4, 6):
-        ground = laid(small(kind, **quiet(kind), **{"batch.micro": micro}), tmp_path / str(micro))
-        job = prepare.job(ground, 8)
+        context = create(small(kind, **quiet(kind), **{"batch.micro": micro}), tmp_path / str(micro))
+        job = build_job(context, 8)
         trained = [float(update.loss) for update in updates(job)]
-        found.append([*trained, validate(job, ground.valid, limit=7).loss, job.tokens])
+        found.append([*trained, validate(job, context.valid, limit=7).loss, job.tokens])
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_tokenizer_has_the_special_tokens_of_the_objective(small: Make, tmp_path: Path, kind: str) -> None:
-    ground = laid(small(kind), tmp_path)
-    assert set(ground.tokenizer.specials) >= SPECIALS[kind]
-    assert ground.recipe.model.vocab == ground.tokenizer.size >= 257 + len(SPECIALS[kind])
-    assert open_tokenizer(ground.folder).digest == ground.tokenizer.digest
+    context = create(small(kind), tmp_path)
+    assert set(context.tokenizer.specials) >= SPECIALS[kind]
+    assert context.recipe.model.vocab == context.tokenizer.size >= 257 + len(SPECIALS[kind])
+    assert open_tokenizer(context.folder).digest == context.tokenizer.digest
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -106,15 +106,15 @@ def test_shards_built_without_special_tokens_serve_all_the_same(
     config = DataConfig(paths=(str(text),), valid=0.1)
     shards.build(config, Bytes().build([]), built, progress=silent, say=silent)
     straight = start(small(kind, **{"data.paths": [str(built)]}), tmp_path / "straight")
-    assert straight.ground.tokenizer.size > 257
+    assert straight.context.tokenizer.size > 257
     finish(straight)
     assert_goes_on_exactly(straight.folder, 15, tmp_path)
 
 
 def test_only_what_predicts_every_token_is_measured_in_bits_per_byte(small: Make, tmp_path: Path) -> None:
     for kind in FAMILIES:
-        ground = laid(small(kind), tmp_path / kind)
-        result = validate(prepare.job(ground, 1), ground.valid, limit=0)
+        context = create(small(kind), tmp_path / kind)
+        result = validate(build_job(context, 1), context.valid, limit=0)
         assert (result.bits_per_byte is not None) == (kind == "decoder")
         assert result.loss > 0
 
@@ -141,7 +141,7 @@ def test_our_small_presets_train(text: Path, tmp_path: Path, preset: str, object
     values = {"name": "x", "model": preset, "model.context": 32, f"model.{side}.layers": 1, "objective": objective}
     more = {"data.paths": [str(text)], "tokenizer.kind": "bytes", "batch.rows": 4, "budget.steps": 3, "device": "cpu"}
     recipe = load(Recipe, overrides(values | more | {"precision": "fp32"}))
-    job = prepare.job(laid(recipe, tmp_path), 3)
+    job = build_job(create(recipe, tmp_path), 3)
     found = torch.stack([update.loss for update in updates(job)])
     assert torch.isfinite(found).all()
 
@@ -152,8 +152,8 @@ def test_few_validation_batches_are_not_compiled_for(
 ) -> None:
     """A model in evaluation is another program, and so is a last batch with fewer rows."""
     monkeypatch.setattr(validation, "_BATCHES", 10)
-    ground = laid(small(**{"batch.rows": 4000, "batch.micro": micro, "evaluate.every": 1.0}), tmp_path)
-    job, seen = prepare.job(ground, 1), list[tuple[str, int]]()
+    context = create(small(**{"batch.rows": 4000, "batch.micro": micro, "evaluate.every": 1.0}), tmp_path)
+    job, seen = build_job(context, 1), list[tuple[str, int]]()
     inner = job.evaluate
 
     def noted(how: str) -> Callable[[Batch], Losses]:
@@ -164,8 +164,8 @@ def test_few_validation_batches_are_not_compiled_for(
         return compute
 
     job.compute, job.evaluate = noted("compiled"), noted("eager")
-    result = validate(job, ground.train, limit=35)
+    result = validate(job, context.train, limit=35)
     assert sum(count for _, count in seen) == 35
     assert [how for how, _ in seen] == (["compiled"] * 17 + ["eager"] if compiled else ["eager"])
     job.micro = 1
-    assert validate(job, ground.train, limit=35).loss == pytest.approx(result.loss)
+    assert validate(job, context.train, limit=35).loss == pytest.approx(result.loss)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.memory import measured
-from tests.training.conftest import finish, laid, silent, start
+from tests.training.conftest import create, finish, silent, start
 from trivium.config import load, overrides
 from trivium.errors import ConfigError
 from trivium.models.presets import PRESETS
@@ -109,7 +109,7 @@ def test_a_run_asks_before_it_makes_a_folder_and_again_when_it_goes_on(
     session = start(small(), tmp_path / "runs")
     monkeypatch.setattr(fit, "free_memory", lambda device: 1000)
     with pytest.raises(ConfigError, match="needs at least"):
-        laid(small(name="other"), tmp_path / "runs")
+        create(small(name="other"), tmp_path / "runs")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["small"]
     with pytest.raises(ConfigError, match="needs at least"):
         list(session.events())
@@ -130,10 +130,10 @@ def test_averages_and_momenta_count() -> None:
 
 
 def test_states_of_optimizers_are_those_that_they_keep(small: Make, tmp_path: Path) -> None:
-    from trivium.training import prepare
+    from trivium.training.build_job import build_job
 
     for name, least in (("adamw", 2.0), ("adam", 2.0), ("muon", 1.0), ("sgd", 0.0), ("adafactor", 0.0)):
-        job = prepare.job(laid(small(optim=name, name=name), tmp_path), 1)
+        job = build_job(create(small(optim=name, name=name), tmp_path), 1)
         kept = sum(tensor.numel() for tensor in job.optimizer.tensors().values())
         weights = sum(parameter.numel() for parameter in job.model.parameters())
         assert job.recipe.optim.states == least
@@ -149,13 +149,13 @@ def test_less_free_memory_is_no_reason_to_refuse_a_run_that_was_fitted(
     one = memory_of(recipe, recipe.model, 1, 64)
     room = one.fixed + fit._PROCESS
     monkeypatch.setattr(fit, "free_memory", lambda device: int(room + 20.5 * temporary(recipe.model) * one.activations))
-    ground = laid(recipe, tmp_path)
-    assert 1 < ground.recipe.batch.micro < 64
+    context = create(recipe, tmp_path)
+    assert 1 < context.recipe.batch.micro < 64
     monkeypatch.setattr(fit, "free_memory", lambda device: int(room + 5 * temporary(recipe.model) * one.activations))
-    finish(Session(ground))
+    finish(Session(context))
     monkeypatch.setattr(fit, "free_memory", lambda device: one.fixed // 2)
     with pytest.raises(ConfigError, match="needs at least"):
-        finish(Session(ground))
+        finish(Session(context))
 
 
 def test_pairs_count_with_the_lengths_that_they_have(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_pairs_count_with_the_lengths_that_they_have(tmp_path: Path) -> None:
     (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n")
     layer = {"data.pairs": str(tmp_path / "pairs.tsv"), "model": "t5-mini", "objective": "seq2seq", "budget.steps": 1}
     layer |= {"tokenizer": "bytes", "name": "pairs", "device": "cpu", "data.valid": 0.1}
-    plain = laid(load(Recipe, overrides(layer | {"batch.rows": 8})), tmp_path)
+    plain = create(load(Recipe, overrides(layer | {"batch.rows": 8})), tmp_path)
     assert plain.longest < 16 < plain.task.length
-    packed = laid(load(Recipe, overrides(layer | {"batch.rows": 8, "data.pack": 32, "name": "packed"})), tmp_path)
+    packed = create(load(Recipe, overrides(layer | {"batch.rows": 8, "data.pack": 32, "name": "packed"})), tmp_path)
     assert packed.longest == 32

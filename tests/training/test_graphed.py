@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.conftest import FAMILIES, laid
+from tests.training.conftest import FAMILIES, create
 from tests.training.test_pairs import files, paired  # noqa: F401
 from trivium.data.batch import Batch
 from trivium.errors import ConfigError
 from trivium.models.transformer import weights
 from trivium.optim.options import OPTIMIZERS
 from trivium.parts.losses import Losses
-from trivium.training import prepare
+from trivium.training.build_job import build_job
 from trivium.training.graphed import WARM, GraphedStep, capture_graph
 from trivium.training.job import Job
 from trivium.training.loop import next_update, train_step, updates
@@ -76,8 +76,8 @@ def same(one: Job, other: Job) -> bool:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_is_the_same_recorded_or_not(small: Make, tmp_path: Path, kind: str, optimizer: str) -> None:
     """Dropout, masks, accumulation, averages and falling rates included, to the last bit."""
-    ground = laid(small(kind, average="ema", optim=optimizer), tmp_path)
-    plain, played = prepare.job(ground, 20), prepare.job(ground, 20)
+    context = create(small(kind, average="ema", optim=optimizer), tmp_path)
+    plain, played = build_job(context, 20), build_job(context, 20)
     tape = Tape()
     assert numbers(steps(played, 12, tape)) == numbers(steps(plain, 12, None))
     assert tape.recorded == 1
@@ -89,16 +89,16 @@ def test_a_step_is_the_same_recorded_or_not(small: Make, tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_numbers_on_the_device_give_what_numbers_of_the_host_give(small: Make, tmp_path: Path, optimizer: str) -> None:
-    ground = laid(small(average="ema", optim=optimizer), tmp_path)
-    usual, other = prepare.job(ground, 20), prepare.job(ground, 20)
+    context = create(small(average="ema", optim=optimizer), tmp_path)
+    usual, other = build_job(context, 20), build_job(context, 20)
     wanted = [float(update.loss) for update in islice(updates(usual), 12)]
     assert [float(update.loss) for update in steps(other, 12, None)] == pytest.approx(wanted, rel=1e-5)
     assert len(set(wanted)) == 12
 
 
 def test_other_shapes_are_not_played(paired: Make, tmp_path: Path) -> None:  # noqa: F811
-    ground = laid(paired(**{"batch.micro": 0}), tmp_path)
-    plain, played = prepare.job(ground, 60), prepare.job(ground, 60)
+    context = create(paired(**{"batch.micro": 0}), tmp_path)
+    plain, played = build_job(context, 60), build_job(context, 60)
     tape = Tape()
     assert numbers(steps(played, 60, tape)) == numbers(steps(plain, 60, None))
     assert tape.recorded <= 1
@@ -108,7 +108,7 @@ def test_other_shapes_are_not_played(paired: Make, tmp_path: Path) -> None:  # n
 
 def test_a_step_that_is_not_finite_moves_nothing_and_none_does_after_it(small: Make, tmp_path: Path) -> None:
     """`stop` remembers across plays what it has seen."""
-    job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 20)
+    job = build_job(create(small(**{"batch.micro": 0}), tmp_path), 20)
     inner, bad = job.compute, torch.tensor(1.0)
 
     def compute(batch: Any) -> Losses:
@@ -163,8 +163,8 @@ class Full(Tape):
 def test_after_memory_ran_out_fewer_rows_at_a_time_are_recorded(
     small: Make, tmp_path: Path, where: str, ends: int, recorded: int, played: int
 ) -> None:
-    ground = laid(small(**{"batch.micro": 0}), tmp_path)
-    plain, job = prepare.job(ground, 30), prepare.job(ground, 30)
+    context = create(small(**{"batch.micro": 0}), tmp_path)
+    plain, job = build_job(context, 30), build_job(context, 30)
     expected, full = Full(plain, ends, "step"), Full(job, ends, where)
     assert numbers(steps(job, 20, full)) == numbers(steps(plain, 20, None))
     assert expected.ends == full.ends == -1
@@ -175,7 +175,7 @@ def test_after_memory_ran_out_fewer_rows_at_a_time_are_recorded(
 
 def test_memory_that_ran_out_is_given_back(small: Make, tmp_path: Path) -> None:
     """Where the step then fails is after the recording is gone, which held the memory of a whole step."""
-    job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 30)
+    job = build_job(create(small(**{"batch.micro": 0}), tmp_path), 30)
     full = Full(job, WARM + 3, "step")
     run = GraphedStep(job, train_step, full.record)
     with Prefetcher(job, 0) as prefetcher:

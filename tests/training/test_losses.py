@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.conftest import finish, laid, start
+from tests.training.conftest import create, finish, start
 from tests.training.test_resume import assert_goes_on_exactly
 from tests.training.test_second import speeches, two_heads  # noqa: F401
 from trivium.models.transformer import States, Transformer
 from trivium.parts.losses import Loss
-from trivium.training import prepare
+from trivium.training.build_job import build_job
 from trivium.training.events import Progress, Validated, line
 from trivium.training.loop import updates
 from trivium.training.metrics import rows
@@ -65,16 +65,16 @@ def test_the_loss_of_a_part_is_in_the_total_and_in_every_log(small: Make, tmp_pa
 
 @pytest.mark.usefixtures("balanced")
 def test_its_gradient_reaches_the_weights(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ground = laid(small(), tmp_path)
-    job = prepare.job(ground, 30)
+    context = create(small(), tmp_path)
+    job = build_job(context, 30)
     pending = ReadOut()
     for update in updates(job):
         pending.add(update)
     sizes = [read.losses["balance"] for read in pending.read()]
     monkeypatch.undo()
-    plain = prepare.job(ground, 30)
+    plain = build_job(context, 30)
     list(updates(plain))
-    assert validate(job, ground.valid, limit=4).loss == validate(job, ground.valid, limit=4).losses["tokens"]
+    assert validate(job, context.valid, limit=4).loss == validate(job, context.valid, limit=4).losses["tokens"]
     assert not torch.equal(job.model.embedding.weight, plain.model.embedding.weight)
     assert len(set(sizes)) == 30
 

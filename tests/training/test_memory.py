@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.conftest import FAMILIES, finish, laid, resume, start
+from tests.training.conftest import FAMILIES, create, finish, resume, start
 from tests.training.test_resume import assert_equal_ends
 from trivium.config import read
 from trivium.data.batch import Batch
 from trivium.errors import OutOfMemory
 from trivium.models.transformer import weights
 from trivium.parts.losses import Losses
-from trivium.training import forward, prepare
+from trivium.training import forward
+from trivium.training.build_job import build_job
 from trivium.training.calibrate import rows_that_fit
 from trivium.training.device import autocast
 from trivium.training.events import Said
@@ -52,13 +53,13 @@ def limited(job: Job, most: int) -> Job:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_running_out_of_memory_repeats_the_step_with_fewer_rows(small: Make, tmp_path: Path, kind: str) -> None:
     """The end is that of a run with the smaller number from the beginning, bit for bit, dropout included."""
-    open_ground = laid(small(kind, **{"batch.micro": 0}), tmp_path / "open")
-    job = limited(prepare.job(open_ground, 5), 2)
+    open_context = create(small(kind, **{"batch.micro": 0}), tmp_path / "open")
+    job = limited(build_job(open_context, 5), 2)
     notes = [update.note for update in updates(job)]
     assert job.micro == 2  # 6, 3, 2
     assert notes == ["out of memory at step 1: from here on 2 rows at a time (batch.micro)", "", "", "", ""]
-    set_ground = laid(small(kind, **{"batch.micro": 2}), tmp_path / "set")
-    other = prepare.job(set_ground, 5)
+    set_context = create(small(kind, **{"batch.micro": 2}), tmp_path / "set")
+    other = build_job(set_context, 5)
     list(updates(other))
     own = weights(other.model)
     assert all(torch.equal(tensor, own[name]) for name, tensor in weights(job.model).items())
@@ -66,7 +67,7 @@ def test_running_out_of_memory_repeats_the_step_with_fewer_rows(small: Make, tmp
 
 def test_what_was_computed_before_memory_ran_out_does_not_count(small: Make, tmp_path: Path) -> None:
     """The first half of a batch has left its gradients when the second one fails."""
-    job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path / "open"), 1)
+    job = build_job(create(small(**{"batch.micro": 0}), tmp_path / "open"), 1)
     job.micro = 3
     inner, calls = job.compute, iter(range(100))
 
@@ -76,7 +77,7 @@ def test_what_was_computed_before_memory_ran_out_does_not_count(small: Make, tmp
         return inner(batch)
 
     job.compute = compute
-    other = prepare.job(laid(small(**{"batch.micro": 2}), tmp_path / "set"), 1)
+    other = build_job(create(small(**{"batch.micro": 2}), tmp_path / "set"), 1)
     [update], [wanted] = list(updates(job)), list(updates(other))
     assert (float(update.loss), float(update.norm)) == (float(wanted.loss), float(wanted.norm))
     own = weights(other.model)
@@ -88,7 +89,7 @@ def test_a_step_whose_update_has_begun_is_not_tried_again(
     small: Make, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or some weights would move twice."""
-    job = prepare.job(laid(small(average="ema", **{"batch.micro": 0}), tmp_path), 4)
+    job = build_job(create(small(average="ema", **{"batch.micro": 0}), tmp_path), 4)
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -104,32 +105,32 @@ def test_a_step_whose_update_has_begun_is_not_tried_again(
 
 
 def test_the_rows_that_fit_are_in_the_checkpoint_and_obeyed(small: Make, tmp_path: Path) -> None:
-    ground = laid(small(**{"batch.micro": 0}), tmp_path)
-    job = limited(prepare.job(ground, 4), 3)
+    context = create(small(**{"batch.micro": 0}), tmp_path)
+    job = limited(build_job(context, 4), 3)
     next(updates(job))
-    again = prepare.job(ground, 4)
+    again = build_job(context, 4)
     again.load(job.tensors().__getitem__, 1, job.state())
     assert again.micro == 3
-    chosen = prepare.job(laid(small(**{"batch.micro": 6}), tmp_path / "chosen"), 4)
+    chosen = build_job(create(small(**{"batch.micro": 6}), tmp_path / "chosen"), 4)
     chosen.load(job.tensors().__getitem__, 1, job.state())
     assert chosen.micro == 6  # what the recipe says wins
 
 
 def test_a_number_that_the_user_set_is_not_changed(small: Make, tmp_path: Path) -> None:
-    job = limited(prepare.job(laid(small(**{"batch.micro": 4}), tmp_path), 5), 2)
+    job = limited(build_job(create(small(**{"batch.micro": 4}), tmp_path), 5), 2)
     with pytest.raises(torch.OutOfMemoryError):
         next(updates(job))
     assert job.micro == 4
 
 
 def test_a_row_that_does_not_fit_alone_is_an_error(small: Make, tmp_path: Path) -> None:
-    job = limited(prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 5), 0)
+    job = limited(build_job(create(small(**{"batch.micro": 0}), tmp_path), 5), 0)
     with pytest.raises(OutOfMemory, match="with a single row of 16 tokens; set recompute=blocks"):
         next(updates(job))
 
 
 def test_any_other_error_is_not_taken_for_memory(small: Make, tmp_path: Path) -> None:
-    job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 5)
+    job = build_job(create(small(**{"batch.micro": 0}), tmp_path), 5)
 
     def broken(batch: Batch) -> Losses:
         raise RuntimeError("the shapes do not match")
@@ -140,18 +141,18 @@ def test_any_other_error_is_not_taken_for_memory(small: Make, tmp_path: Path) ->
 
 
 def test_a_trial_finds_the_rows_that_fit(small: Make, tmp_path: Path) -> None:
-    ground = laid(small(**{"batch.micro": 0, "batch.rows": 20}), tmp_path)
+    context = create(small(**{"batch.micro": 0, "batch.rows": 20}), tmp_path)
     for most, found in ((20, 20), (19, 10), (9, 5), (4, 3), (1, 1)):
-        assert rows_that_fit(lambda most=most: limited(prepare.job(ground, 1), most)) == found  # type: ignore[misc]
+        assert rows_that_fit(lambda most=most: limited(build_job(context, 1), most)) == found  # type: ignore[misc]
 
 
 def test_what_a_trial_found_is_written_into_the_recipe(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: the run's own file then repeats it anywhere."""
-    monkeypatch.setattr(prepare, "computation", tight(2))
-    monkeypatch.setattr(prepare, "tried", lambda device: True)
-    monkeypatch.setattr(prepare, "surely_fits", lambda recipe, length: False)
+    monkeypatch.setattr("trivium.training.build_job.computation", tight(2))
+    monkeypatch.setattr("trivium.training.calibrate.is_tried", lambda device: True)
+    monkeypatch.setattr("trivium.training.calibrate.surely_fits", lambda recipe, length: False)
     session = start(small(**{"batch.micro": 0}), tmp_path / "tight")
     assert session.recipe.micro == 2
     assert read(session.folder / "config.toml")["batch"]["micro"] == 2
@@ -167,7 +168,7 @@ def test_what_a_trial_found_is_written_into_the_recipe(
 def test_a_run_tells_of_it_and_goes_on_with_as_many(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "computation", tight(3))
+    monkeypatch.setattr("trivium.training.build_job.computation", tight(3))
     session = start(small(**{"batch.micro": 0}), tmp_path)
     events = session.events()
     told: list[str] = []
@@ -184,9 +185,9 @@ def test_a_run_tells_of_it_and_goes_on_with_as_many(
 def test_too_little_memory_for_one_row_is_a_sentence(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "computation", tight(0))
-    monkeypatch.setattr(prepare, "tried", lambda device: True)
-    monkeypatch.setattr(prepare, "surely_fits", lambda recipe, length: False)
+    monkeypatch.setattr("trivium.training.build_job.computation", tight(0))
+    monkeypatch.setattr("trivium.training.calibrate.is_tried", lambda device: True)
+    monkeypatch.setattr("trivium.training.calibrate.surely_fits", lambda recipe, length: False)
     with pytest.raises(OutOfMemory, match="out of memory on cpu"):
         start(small(**{"batch.micro": 0}), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
@@ -196,7 +197,7 @@ def test_too_little_memory_for_one_row_is_a_sentence(
 def test_recomputing_blocks_gives_the_same_bits(small: Make, tmp_path: Path, kind: str) -> None:
     found = []
     for how in ("none", "blocks"):
-        job = prepare.job(laid(small(kind, recompute=how), tmp_path / how), 4)
+        job = build_job(create(small(kind, recompute=how), tmp_path / how), 4)
         assert job.model.recompute == (how == "blocks")
         found.append(([float(update.loss) for update in updates(job)], weights(job.model)))
     assert found[0][0] == found[1][0]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.conftest import laid
-from trivium.training import prepare
+from tests.training.conftest import create
+from trivium.training.build_job import build_job
 from trivium.training.loop import updates
 from trivium.training.recipe import Recipe
 
@@ -39,9 +39,9 @@ def test_one_program_is_enough_for_an_epoch(
     kind: str, small: Callable[..., Recipe], compiled: list[Shapes], tmp_path: Path
 ) -> None:
     """A mask for one short row would make another program of the same step; a decoder needs none for it."""
-    ground = laid(small(kind, compile="on", **{"batch.micro": 6}), tmp_path / "run")
-    steps = len(ground.train) // 6 + 1  # the whole epoch
-    job = prepare.job(ground, steps)
+    context = create(small(kind, compile="on", **{"batch.micro": 6}), tmp_path / "run")
+    steps = len(context.train) // 6 + 1  # the whole epoch
+    job = build_job(context, steps)
     assert all(torch.isfinite(update.loss) for update in updates(job))
     assert len(compiled) == steps - (kind != "decoder")
     assert len(set(compiled)) == 1
@@ -50,8 +50,8 @@ def test_one_program_is_enough_for_an_epoch(
 def test_where_it_comes_in_most_batches_it_is_compiled(
     small: Callable[..., Recipe], compiled: list[Shapes], tmp_path: Path
 ) -> None:
-    ground = laid(small("encoder", compile="on", **{"batch.micro": 64, "batch.rows": 64}), tmp_path / "run")
-    assert len(ground.train) < 10 * 64
-    list(updates(prepare.job(ground, 8)))
+    context = create(small("encoder", compile="on", **{"batch.micro": 64, "batch.rows": 64}), tmp_path / "run")
+    assert len(context.train) < 10 * 64
+    list(updates(build_job(context, 8)))
     assert len(compiled) == 8
     assert any("padding" in dict(shapes) for shapes in compiled)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tests.training.conftest import finish, laid, resume, silent, start
+from tests.training.conftest import create, finish, resume, silent, start
 from tests.training.test_families import quiet
 from tests.training.test_pairs import files, paired  # noqa: F401
 from tests.training.test_resume import assert_goes_on_exactly
@@ -21,10 +21,12 @@ from trivium import config as settings
 from trivium.data.bucketing import Pairs
 from trivium.data.packed import PackedPairs
 from trivium.errors import CheckpointError, ConfigError
-from trivium.training import prepare
+from trivium.training.build_job import build_job
+from trivium.training.context import open_context
 from trivium.training.job import Job
 from trivium.training.loop import updates
 from trivium.training.recipe import Recipe
+from trivium.training.setup import create_run
 from trivium.training.validate import validate
 
 Make = Callable[..., Recipe]
@@ -57,7 +59,7 @@ def summed(job: Job, rows: Pairs | PackedPairs, numbers: list[int]) -> tuple[flo
 def test_packed_pairs_have_the_loss_and_gradients_of_padded_ones(packed: Make, tmp_path: Path, position: str) -> None:
     """Both sides, both masks and restarting positions: the same pairs one by one in rows of their own."""
     sides = {f"model.{side}.block.position.kind": position for side in ("encoder", "decoder")}
-    job = prepare.job(laid(packed(**quiet("encoder-decoder"), **sides), tmp_path), 1)
+    job = build_job(create(packed(**quiet("encoder-decoder"), **sides), tmp_path), 1)
     rows = packed_rows(job)
     loss, gradients = summed(job, rows, [0, len(rows) - 1])
     inside = [int(pair) for row in (0, len(rows) - 1) for pair in rows._row(0, row)]
@@ -69,7 +71,7 @@ def test_packed_pairs_have_the_loss_and_gradients_of_padded_ones(packed: Make, t
 
 
 def test_no_position_is_left_without_a_key(packed: Make, tmp_path: Path) -> None:
-    job = prepare.job(laid(packed(), tmp_path), 1)
+    job = build_job(create(packed(), tmp_path), 1)
     rows = packed_rows(job)
     batch = job.task.inputs(rows.take(np.arange(len(rows))), np.random.default_rng(0))
     numbers = batch.inputs
@@ -86,7 +88,7 @@ def test_no_position_is_left_without_a_key(packed: Make, tmp_path: Path) -> None
 
 
 def test_an_epoch_of_updates_sees_every_label_once(packed: Make, tmp_path: Path) -> None:
-    job = prepare.job(laid(packed(**{"batch.rows": 1, "batch.micro": 1}), tmp_path), 1000)
+    job = build_job(create(packed(**{"batch.rows": 1, "batch.micro": 1}), tmp_path), 1000)
     for epoch in (1, 2):
         for _ in islice(updates(job), len(packed_rows(job))):
             pass
@@ -104,8 +106,8 @@ def test_resuming_gives_the_same_bits(packed: Make, tmp_path: Path) -> None:
 
 
 def test_validation_is_that_of_pairs_in_rows_of_their_own(packed: Make, tmp_path: Path) -> None:
-    job = prepare.job(laid(packed(), tmp_path / "packed"), 1)
-    rows = laid(packed(), tmp_path / "again").valid
+    job = build_job(create(packed(), tmp_path / "packed"), 1)
+    rows = create(packed(), tmp_path / "again").valid
     assert isinstance(rows, PackedPairs)
     assert validate(job, rows, limit=0).loss == pytest.approx(validate(job, rows.pairs, limit=0).loss, rel=1e-5)
 
@@ -116,7 +118,7 @@ def test_all_batches_are_one_program(packed: Make, tmp_path: Path, monkeypatch: 
         torch, "compile", lambda function, dynamic: compiled(function, backend=counter, dynamic=dynamic)
     )
     few = {"model.encoder.layers": 1, "model.decoder.layers": 1, "batch.micro": 0}
-    job = prepare.job(laid(packed(compile="on", **few), tmp_path), 12)
+    job = build_job(create(packed(compile="on", **few), tmp_path), 12)
     for _ in updates(job):
         pass
     assert counter.frame_count == 1
@@ -131,14 +133,14 @@ def test_what_does_not_go_together_is_refused(packed: Make, small: Make, tmp_pat
     ]
     for recipe, message in cases:
         with pytest.raises(ConfigError, match=message):
-            laid(recipe, tmp_path / "runs")
+            create(recipe, tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
 def test_how_full_the_rows_are_is_told(packed: Make, tmp_path: Path) -> None:
     said: list[str] = []
-    ground = prepare.lay(packed(**{"data.valid": 0.0}), tmp_path, say=said.append, tick=silent)
-    rows = ground.train
+    context = create_run(packed(**{"data.valid": 0.0}), tmp_path, say=said.append, tick=silent)
+    rows = context.train
     assert isinstance(rows, PackedPairs)
     assert said[-1] == (
         f"100 pairs fill {len(rows)} rows of {sum(rows.widths)} tokens; {rows.padding:.1%} of them is padding"
@@ -147,8 +149,8 @@ def test_how_full_the_rows_are_is_told(packed: Make, tmp_path: Path) -> None:
 
 def test_a_budget_in_tokens_counts_labels(packed: Make, tmp_path: Path) -> None:
     more: dict[str, Any] = {"budget.steps": 0, "budget.tokens": 2000, "batch.rows": 2}
-    ground = laid(packed(**more), tmp_path)
-    job = prepare.job(ground, ground.recipe.budget.steps)
+    context = create(packed(**more), tmp_path)
+    job = build_job(context, context.recipe.budget.steps)
     for _ in updates(job):
         pass
     assert job.tokens == pytest.approx(2000, rel=0.1)
@@ -164,22 +166,22 @@ def test_rows_are_filled_once(packed: Make, tmp_path: Path, monkeypatch: pytest.
         inner(this, *given)
 
     monkeypatch.setattr(PackedPairs, "__init__", counted)
-    ground = laid(packed(), tmp_path)
+    context = create(packed(), tmp_path)
     made.clear()
-    ground = prepare.reopen(ground.folder, ground.recipe)
-    other = replace(ground, recipe=replace(ground.recipe, compile="on"))
-    assert len({id(rows) for which in (ground, other, ground) for rows in (which.train, which.valid)}) == 2
+    context = open_context(context.folder, context.recipe)
+    other = replace(context, recipe=replace(context.recipe, compile="on"))
+    assert len({id(rows) for which in (context, other, context) for rows in (which.train, which.valid)}) == 2
     assert len(made) == 2
-    assert replace(ground, recipe=replace(ground.recipe, seed=5)).train is not ground.train
+    assert replace(context, recipe=replace(context.recipe, seed=5)).train is not context.train
 
 
 def test_a_run_from_before_there_was_packing_goes_on(packed: Make, paired: Make, tmp_path: Path) -> None:  # noqa: F811
     """What tells whether a checkpoint belongs to a run was then made of these keys, and none of packing."""
-    ground, other = laid(paired(), tmp_path / "plain"), laid(packed(), tmp_path / "packed")
+    context, other = create(paired(), tmp_path / "plain"), create(packed(), tmp_path / "packed")
     prefixes = ("model.", "objective.", "optim.kind", "average.kind", "data.weights", "data.shift")
-    for which in (ground, other):
+    for which in (context, other):
         recipe = which.recipe
         kept = {key: value for key, value in settings.flat(recipe).items() if key.startswith(prefixes)}
         content = {**kept, "seed": recipe.seed, recipe.batch.unit: recipe.batch.size, "data": which.shards.digest}
         before = settings.hashed({**content, "sources": list(which.shards.train.sources)})
-        assert (which.identity == before) == (which is ground)
+        assert (which.identity == before) == (which is context)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tests.training.conftest import finish, laid, resume, silent, start
+from tests.training.conftest import create, finish, resume, silent, start
 from tests.training.test_families import quiet
 from tests.training.test_resume import assert_goes_on_exactly
 from trivium.data.bucketing import Buckets, Pairs
@@ -23,10 +23,11 @@ from trivium.data.config import DataConfig
 from trivium.data.pairs import build
 from trivium.errors import CheckpointError, ConfigError, DataError
 from trivium.text.kinds import Bytes
-from trivium.training import prepare
+from trivium.training.build_job import build_job
 from trivium.training.job import Job
 from trivium.training.loop import updates
 from trivium.training.recipe import Recipe
+from trivium.training.setup import create_run
 from trivium.training.spikes import position
 from trivium.training.validate import validate
 
@@ -59,7 +60,7 @@ def test_resuming_gives_the_same_bits(paired: Make, tmp_path: Path, count: Count
     """R3, with dropout and accumulation, in the middle of an epoch and behind its end; every step under --full."""
     recipe = paired(**{"checkpoint.every": 1, "checkpoint.keep": 30})
     straight = start(recipe, tmp_path / "straight")
-    job = prepare.job(straight.ground, 1)
+    job = build_job(straight.context, 1)
     assert isinstance(job.order, Buckets)
     assert len(job.order) < 18  # so that 20 steps go behind the first epoch
     finish(straight)
@@ -71,7 +72,7 @@ def test_the_same_seed_gives_the_same_losses_twice_and_another_seed_others(paire
     """R19."""
 
     def losses(name: str, seed: int) -> list[float]:
-        job = prepare.job(laid(paired(seed=seed), tmp_path / name), 6)
+        job = build_job(create(paired(seed=seed), tmp_path / name), 6)
         return [float(update.loss) for update in updates(job)]
 
     assert losses("one", 3) == losses("two", 3)
@@ -79,7 +80,7 @@ def test_the_same_seed_gives_the_same_losses_twice_and_another_seed_others(paire
 
 
 def test_an_epoch_of_updates_sees_every_label_once(paired: Make, tmp_path: Path) -> None:
-    job = prepare.job(laid(paired(), tmp_path), 1000)
+    job = build_job(create(paired(), tmp_path), 1000)
     assert isinstance(job.order, Buckets)
     for epoch in (1, 2):
         for _ in islice(updates(job), len(job.order)):
@@ -90,19 +91,19 @@ def test_an_epoch_of_updates_sees_every_label_once(paired: Make, tmp_path: Path)
 def test_micro_batches_change_the_order_of_sums_only(paired: Make, tmp_path: Path) -> None:
     found = []
     for micro in (0, 30, 1):
-        ground = laid(paired(**quiet("encoder-decoder"), **{"batch.micro": micro}), tmp_path / str(micro))
-        job = prepare.job(ground, 6)
+        context = create(paired(**quiet("encoder-decoder"), **{"batch.micro": micro}), tmp_path / str(micro))
+        job = build_job(context, 6)
         trained = [float(update.loss) for update in updates(job)]
-        found.append([*trained, validate(job, ground.valid, limit=7).loss, job.tokens])
+        found.append([*trained, validate(job, context.valid, limit=7).loss, job.tokens])
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-4)
 
 
 def test_validation_is_the_plain_likelihood_of_the_pairs_one_by_one(paired: Make, tmp_path: Path) -> None:
     """Training has smoothed labels; what is reported has not, whatever the batches."""
-    ground = laid(paired(**quiet("encoder-decoder"), **{"objective.smoothing": 0.3}), tmp_path)
-    job = prepare.job(ground, 1)
-    rows = ground.valid
+    context = create(paired(**quiet("encoder-decoder"), **{"objective.smoothing": 0.3}), tmp_path)
+    job = build_job(context, 1)
+    rows = context.valid
     assert isinstance(rows, Pairs)
     total = 0.0
     job.model.eval()
@@ -120,8 +121,8 @@ def test_validation_is_the_plain_likelihood_of_the_pairs_one_by_one(paired: Make
 
 def test_what_a_rollback_leaves_out_is_whole_batches(paired: Make, tmp_path: Path) -> None:
     recipe = paired()
-    ground = laid(recipe, tmp_path)
-    job = prepare.job(ground, 8)
+    context = create(recipe, tmp_path)
+    job = build_job(context, 8)
     size = recipe.batch.rows
     job.skipped = [(2 * size, 4 * size)]
     seen: list[int] = []
@@ -136,12 +137,12 @@ def test_a_run_learns_its_direction(paired: Make, files: dict[str, str], tmp_pat
     if turned:
         files = {"data.source": files["data.target"], "data.target": files["data.source"]}
     more = {"optim.rate": 1e-2, "schedule": "constant", "batch.tokens": 300, "batch.micro": 0, "objective.align": 8}
-    ground = laid(paired(**quiet("encoder-decoder"), **files, **more), tmp_path)
-    job = prepare.job(ground, 60)
+    context = create(paired(**quiet("encoder-decoder"), **files, **more), tmp_path)
+    job = build_job(context, 60)
     batch = job.task.inputs(pairs_of(job).take(np.arange(5)), np.random.default_rng(0))
     for row, labels in enumerate(batch.targets["labels"]):
-        source = ground.tokenizer.decode(batch.inputs["source"][row].tolist(), skip_specials=True)
-        target = ground.tokenizer.decode(labels[labels >= 0].tolist(), skip_specials=True)
+        source = context.tokenizer.decode(batch.inputs["source"][row].tolist(), skip_specials=True)
+        target = context.tokenizer.decode(labels[labels >= 0].tolist(), skip_specials=True)
         assert source.rstrip("!") == target.rstrip("!")[::-1]
         assert "!" not in (target if turned else source)
     found = [float(update.loss) for update in updates(job)]
@@ -149,7 +150,7 @@ def test_a_run_learns_its_direction(paired: Make, files: dict[str, str], tmp_pat
 
 
 def test_a_number_of_rows_is_a_batch_too(paired: Make, tmp_path: Path) -> None:
-    job = prepare.job(laid(paired(**{"batch.tokens": 0, "batch.micro": 2}), tmp_path), 4)
+    job = build_job(create(paired(**{"batch.tokens": 0, "batch.micro": 2}), tmp_path), 4)
     for _ in updates(job):
         pass
     assert job.cursor == 4 * 6
@@ -158,8 +159,8 @@ def test_a_number_of_rows_is_a_batch_too(paired: Make, tmp_path: Path) -> None:
 def test_a_budget_in_tokens_counts_labels(paired: Make, tmp_path: Path) -> None:
     for name, tokens in (("by-tokens", 60), ("by-rows", 0)):
         recipe = paired(**{"budget.steps": 0, "budget.tokens": 2000, "batch.tokens": tokens, "batch.micro": 0})
-        ground = laid(recipe, tmp_path / name)
-        job = prepare.job(ground, ground.recipe.budget.steps)
+        context = create(recipe, tmp_path / name)
+        job = build_job(context, context.recipe.budget.steps)
         for _ in updates(job):
             pass
         assert job.tokens == pytest.approx(2000, rel=0.1)
@@ -173,18 +174,18 @@ def test_pairs_that_are_too_long_are_told_and_without_others_refused(
     backwards = Path(files["data.target"]).read_text().split()
     longest = [max(len(a), len(b)) + 1 for a, b in zip(words, backwards, strict=True)]
     recipe = paired(**{"model.context": 8, "data.valid": 0.0})
-    ground = prepare.lay(recipe, tmp_path, say=said.append, tick=silent)
+    context = create_run(recipe, tmp_path, say=said.append, tick=silent, clock=lambda: 0.0)  # no stage takes a while
     gone = sum(length > 8 for length in longest)
     assert said[0] == (
         f"training pairs with a side of more than 8 tokens, which are left out: {gone} of 100 (model.context)"
     )
-    assert len(ground.train) == 100 - gone > 0
-    order = prepare.job(ground, 1).order
+    assert len(context.train) == 100 - gone > 0
+    order = build_job(context, 1).order
     assert isinstance(order, Buckets)
     share = f"{order.padding:.1%}"
     assert said[1] == f"{100 - gone} pairs make {len(order)} batches an epoch; {share} of them is padding"
     with pytest.raises(ConfigError, match=r"model\.context: no training pair has both sides within 2 tokens; raise it"):
-        laid(paired(**{"model.context": 2, "name": "short"}), tmp_path)
+        create(paired(**{"model.context": 2, "name": "short"}), tmp_path)
     assert not (tmp_path / "short").exists()
 
 
@@ -200,11 +201,11 @@ def test_what_does_not_go_together_is_refused_before_anything_is_made(
     ]
     for recipe, message in cases:
         with pytest.raises((ConfigError, DataError), match=message):
-            laid(recipe, tmp_path / "runs")
+            create(recipe, tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
     Path(files["data.target"]).write_text("one\n")
     with pytest.raises(DataError, match=r"a\.txt has 100 lines and .*b\.txt has 1:"):
-        laid(paired(), tmp_path / "runs")
+        create(paired(), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -223,9 +224,9 @@ def test_a_changed_side_is_refused_on_resume_by_name(paired: Make, files: dict[s
 def test_shards_that_are_gone_are_built_again_from_the_pairs(paired: Make, tmp_path: Path) -> None:
     session = start(paired(), tmp_path)
     finish(session)
-    digest = session.ground.shards.digest
+    digest = session.context.shards.digest
     shutil.rmtree(session.folder / "data")
-    assert resume(session.folder, **{"budget.steps": 25}).ground.shards.digest == digest
+    assert resume(session.folder, **{"budget.steps": 25}).context.shards.digest == digest
 
 
 def test_built_shards_of_pairs_give_the_same_batches(paired: Make, files: dict[str, str], tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_built_shards_of_pairs_give_the_same_batches(paired: Make, files: dict[s
     given = {"data.source": "", "data.target": "", "data.paths": [str(tmp_path / "shards")]}
     found = []
     for name, more in (("one", {}), ("two", given)):
-        job = prepare.job(laid(paired(**more), tmp_path / name), 4)
+        job = build_job(create(paired(**more), tmp_path / name), 4)
         found.append([float(update.loss) for update in updates(job)])
     assert found[0] == found[1]
 
@@ -251,11 +252,11 @@ def test_the_compiler_makes_few_programs_for_many_shapes(
     for name in ("off", "on"):
         few = {"model.encoder.layers": 1, "model.decoder.layers": 1, "batch.micro": 0}
         recipe = paired(compile=name, **quiet("encoder-decoder"), **few)
-        ground = laid(recipe, tmp_path / name)
-        job = prepare.job(ground, 20)
+        context = create(recipe, tmp_path / name)
+        job = build_job(context, 20)
         losses = [float(update.loss) for update in updates(job)]
         shapes = {job.rows.take(job.order.batch(step * 6)).ids.shape for step in range(20)}
-        found.append([*losses, validate(job, ground.valid, limit=0).loss])
+        found.append([*losses, validate(job, context.valid, limit=0).loss])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert counter.frame_count <= 4 < 6 < len(shapes)
 
@@ -277,10 +278,10 @@ def test_tatoeba_teaches_a_small_model(paired: Make, shared: Path, tmp_path: Pat
         "optim.rate": 1e-2,
         "schedule": "constant",
     }
-    ground = laid(paired(**quiet("encoder-decoder"), **more), tmp_path / "runs")
-    job = prepare.job(ground, 40)
-    before = validate(job, ground.valid, limit=0).loss
+    context = create(paired(**quiet("encoder-decoder"), **more), tmp_path / "runs")
+    job = build_job(context, 40)
+    before = validate(job, context.valid, limit=0).loss
     for _ in updates(job):
         pass
-    assert validate(job, ground.valid, limit=0).loss < 0.8 * before
-    assert {"<pad>", "<|endoftext|>"} <= set(ground.tokenizer.specials)
+    assert validate(job, context.valid, limit=0).loss < 0.8 * before
+    assert {"<pad>", "<|endoftext|>"} <= set(context.tokenizer.specials)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.training.conftest import laid
-from trivium.training import prepare
+from tests.training.conftest import create
+from trivium.training.build_job import build_job
 from trivium.training.device import settle
 from trivium.training.job import Job
 from trivium.training.loop import updates
@@ -45,7 +45,7 @@ def test_two_hundred_steps_in_fewer_bits_stay_within_one_percent_of_fp32(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """spec: training §4; the numbers of fp8 are multiplied in float32 here."""
-    monkeypatch.setattr(prepare, "settle", _with_fp8)
+    monkeypatch.setattr("trivium.training.setup.settle", _with_fp8)
     losses = {}
     for name in ("fp32", "bf16", "bf16 stream", "fp16", "fp8"):
         precision, _, stream = name.partition(" ")
@@ -53,7 +53,7 @@ def test_two_hundred_steps_in_fewer_bits_stay_within_one_percent_of_fp32(
         recipe = small(
             precision=precision, stream=stream, **{"budget.steps": 200, "batch.micro": 0, "model.decoder.layers": 1}
         )
-        job = prepare.job(laid(recipe, tmp_path / name.replace(" ", "-")), 200)
+        job = build_job(create(recipe, tmp_path / name.replace(" ", "-")), 200)
         losses[name] = torch.stack([update.loss for update in updates(job)])
     assert losses["fp32"][-1] < losses["fp32"][0] - 1  # it learns, or the comparison would be easy
     # over ten steps: fp16 may lose its first batch to an overflow, and then is an update behind on every batch
@@ -67,7 +67,7 @@ def test_two_hundred_steps_in_fewer_bits_stay_within_one_percent_of_fp32(
 
 def test_an_overflow_halves_the_scale_and_moves_nothing_but_the_data(small: Make, tmp_path: Path) -> None:
     recipe = small(precision="fp16", average="ema", **{"schedule.warmup": 10.0})
-    job = prepare.job(laid(recipe, tmp_path), 20)
+    job = build_job(create(recipe, tmp_path), 20)
     assert isinstance(job.scaler, Dynamic)
     job.scaler.scale = 2.0**10
     steps = updates(job)
@@ -90,8 +90,8 @@ def test_an_overflow_halves_the_scale_and_moves_nothing_but_the_data(small: Make
 
 
 def test_an_fp16_run_goes_on_exactly_after_an_overflow(small: Make, tmp_path: Path) -> None:
-    ground = laid(small(precision="fp16"), tmp_path)
-    straight = prepare.job(ground, 12)
+    context = create(small(precision="fp16"), tmp_path)
+    straight = build_job(context, 12)
     assert isinstance(straight.scaler, Dynamic)
     straight.scaler.scale, straight.scaler.patience = 2.0**40, 3  # overflows first, then grows now and then
     losses, saved = [], None
@@ -100,7 +100,7 @@ def test_an_fp16_run_goes_on_exactly_after_an_overflow(small: Make, tmp_path: Pa
         if update.step == 6:
             saved = copy.deepcopy((straight.tensors(), straight.state()))
     assert saved is not None
-    again = prepare.job(ground, 12)
+    again = build_job(context, 12)
     assert isinstance(again.scaler, Dynamic)
     again.scaler.patience = 3
     tensors, state = saved
@@ -112,7 +112,7 @@ def test_an_fp16_run_goes_on_exactly_after_an_overflow(small: Make, tmp_path: Pa
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow(small: Make, tmp_path: Path) -> None:
-    job = prepare.job(laid(small(precision="fp16"), tmp_path), 20)
+    job = build_job(create(small(precision="fp16"), tmp_path), 20)
     with torch.no_grad():
         next(job.model.parameters()).fill_(torch.inf)
     scale = job.scaler.scale

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.conftest import FAMILIES, laid
+from tests.training.conftest import FAMILIES, create
 from tests.training.test_memory import limited
 from trivium.data.packing import RowBatch, Rows
 from trivium.models.transformer import weights
 from trivium.parts.losses import Loss, Losses
 from trivium.training import prefetch as making
-from trivium.training import prepare, process
+from trivium.training import process
+from trivium.training.build_job import build_job
 from trivium.training.job import Job
 from trivium.training.loop import updates
 from trivium.training.prefetch import Prefetcher, StepBatches, step_batches
@@ -47,7 +48,7 @@ def same(one: StepBatches, other: StepBatches) -> bool:
 def test_a_run_whose_batches_are_made_ahead_is_the_same_to_the_last_bit(small: Make, tmp_path: Path, kind: str) -> None:
     found = []
     for ahead in (0, 1, 3):
-        job = prepare.job(laid(small(kind), tmp_path / str(ahead)), 9)
+        job = build_job(create(small(kind), tmp_path / str(ahead)), 9)
         losses = [float(update.loss) for update in updates(job, ahead)]
         found.append((losses, [tensor.tolist() for tensor in weights(job.model).values()], job.cursor, job.tokens))
     assert found[1] == found[0]
@@ -56,7 +57,7 @@ def test_a_run_whose_batches_are_made_ahead_is_the_same_to_the_last_bit(small: M
 
 def test_what_was_made_for_another_moment_is_thrown_away(small: Make, tmp_path: Path) -> None:
     """A job that jumps, skips rows or takes fewer at a time gets what a prefetcher without a thread would give."""
-    job = prepare.job(laid(small("encoder"), tmp_path), 40)
+    job = build_job(create(small("encoder"), tmp_path), 40)
     size = job.order.size
 
     def jump(step: int, cursor: int, micro: int, skipped: list[tuple[int, int]]) -> None:
@@ -81,7 +82,7 @@ def test_what_was_made_for_another_moment_is_thrown_away(small: Make, tmp_path: 
 def test_memory_that_runs_out_is_answered_as_without_a_thread(small: Make, tmp_path: Path) -> None:
     found = []
     for ahead in (0, 2):
-        job = limited(prepare.job(laid(small(**{"batch.micro": 0}), tmp_path / str(ahead)), 5), 2)
+        job = limited(build_job(create(small(**{"batch.micro": 0}), tmp_path / str(ahead)), 5), 2)
         notes = [update.note for update in updates(job, ahead)]
         assert notes[0] == "out of memory at step 1: from here on 2 rows at a time (batch.micro)"
         found.append([tensor.tolist() for tensor in weights(job.model).values()])
@@ -91,7 +92,7 @@ def test_memory_that_runs_out_is_answered_as_without_a_thread(small: Make, tmp_p
 def test_an_error_in_the_making_is_raised_at_its_own_step(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 9)
+    job = build_job(create(small(**{"batch.micro": 0}), tmp_path), 9)
     take, calls = Rows.take, iter(range(100))
 
     def torn(this: Rows, indices: Any) -> RowBatch:
@@ -110,7 +111,7 @@ def test_an_error_in_the_making_is_raised_at_its_own_step(
 
 @pytest.mark.parametrize("ending", ["close", "drop", "end", "error"])
 def test_no_thread_stays_behind(small: Make, tmp_path: Path, ending: str) -> None:
-    job = prepare.job(laid(small(), tmp_path), 4)
+    job = build_job(create(small(), tmp_path), 4)
     steps = updates(job, 2)
     next(steps)
     assert len(threads()) == 1
@@ -132,18 +133,18 @@ def test_both_threads_work_on_the_device_of_the_recipe(
 ) -> None:
     """Or else pinned memory, events and graphs would be those of the first GPU."""
     found: list[tuple[str, str]] = []
-    ground = laid(small(), tmp_path)
+    context = create(small(), tmp_path)
     for module in (process, making):
         monkeypatch.setattr(
             module, "set_current_gpu", lambda device: found.append((threading.current_thread().name, str(device)))
         )
-    with process.process_settings(ground.recipe, tmp_path):
-        list(updates(prepare.job(ground, 2), 2))
+    with process.process_settings(context.recipe, tmp_path):
+        list(updates(build_job(context, 2), 2))
     assert found == [(threading.current_thread().name, "cpu"), ("batches_0", "cpu")]
 
 
 def test_batches_are_made_while_the_step_computes(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = prepare.job(laid(small(**{"batch.micro": 0}), tmp_path), 9)
+    job = build_job(create(small(**{"batch.micro": 0}), tmp_path), 9)
     take, inner, seen = Rows.take, job.compute, list[int]()
 
     def taken(this: Rows, indices: Any) -> RowBatch:
@@ -164,7 +165,7 @@ def test_batches_are_made_while_the_step_computes(small: Make, tmp_path: Path, m
 
 
 def test_seeds_of_steps_have_nothing_in_common(small: Make, tmp_path: Path) -> None:
-    job: Job = prepare.job(laid(small("encoder", **{"batch.micro": 0}), tmp_path), 9)
+    job: Job = build_job(create(small("encoder", **{"batch.micro": 0}), tmp_path), 9)
     hidden = [step_batches(job, (step, 0, 6)).batches[0].inputs["tokens"].numpy() for step in (0, 0, 1)]
     assert np.array_equal(hidden[0], hidden[1])
     assert not np.array_equal(hidden[0], hidden[2])

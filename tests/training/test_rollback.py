@@ -25,7 +25,8 @@ from trivium.data.packing import RowBatch, Rows
 from trivium.errors import CheckpointError, Diverged
 from trivium.parts.losses import Losses
 from trivium.parts.output import SoftmaxOutput
-from trivium.training import loop, prepare, rollback
+from trivium.training import loop, rollback
+from trivium.training.build_job import build_job
 from trivium.training.events import Event, Progress, Said, Saved, Validated
 from trivium.training.job import Job
 from trivium.training.metrics import rows
@@ -103,7 +104,7 @@ class Seen:
 
 def batch_of(session: Session, step: int) -> set[int]:
     """The row numbers that a healthy run sees at `step`."""
-    order = prepare.job(session.ground, 1).order
+    order = build_job(session.context, 1).order
     return set(order.batch((step - 1) * session.recipe.batch.rows).tolist())
 
 
@@ -142,9 +143,9 @@ def test_a_garbage_batch_is_rolled_back_and_left_out(
     assert len(history) == 100
     assert not bad & {row for batch in history for row in batch}
     first, end = entry["rows"]
-    order = session.ground.recipe.batch.rows
+    order = session.context.recipe.batch.rows
     assert first <= 70 * order < end
-    assert_each_once(history, first, end, len(session.ground.train))
+    assert_each_once(history, first, end, len(session.context.train))
 
 
 def assert_each_once(history: list[tuple[int, ...]], first: int, end: int, size: int) -> None:
@@ -204,7 +205,7 @@ def test_a_run_that_keeps_failing_stops_at_a_good_checkpoint_and_names_the_regio
 ) -> None:
     """Trouble that is not in the data does not go away by leaving data out: three attempts, then the end."""
     recipe = spiky()
-    honest = prepare.job
+    honest = build_job
 
     def enlarged(*args: Any, **kwargs: Any) -> Job:
         job = honest(*args, **kwargs)
@@ -217,7 +218,7 @@ def test_a_run_that_keeps_failing_stops_at_a_good_checkpoint_and_names_the_regio
         job.compute = worse
         return job
 
-    monkeypatch.setattr(prepare, "job", enlarged)
+    monkeypatch.setattr("trivium.training.session.build_job", enlarged)
     session = start(recipe, tmp_path)
     with pytest.raises(Diverged, match=r"near step 71 .* 3 rollbacks did not help"):
         finish(session)
@@ -354,7 +355,7 @@ def test_a_run_that_began_with_another_goes_back_to_that_or_says_that_it_is_gone
         assert entry["to"] == 0
         again = [row["loss"] for row in rows(session.folder / "metrics.jsonl") if row["kind"] == "train"]
         straight = start(spiky(start=str(first.folder), **late), tmp_path / "straight")
-        assert again[0] == float(next(loop.updates(prepare.job(straight.ground, 100))).loss)
+        assert again[0] == float(next(loop.updates(build_job(straight.context, 100))).loss)
         return
     shutil.rmtree(first.folder)
     with pytest.raises(CheckpointError, match=r"back to its beginning, and its start is gone .*restore that and go on"):

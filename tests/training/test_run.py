@@ -25,10 +25,12 @@ from trivium.evaluation.likelihood import score_text
 from trivium.files import Lock
 from trivium.parts.output import SoftmaxOutput
 from trivium.text.kinds import Chars
-from trivium.training import prepare
+from trivium.training.build_job import build_job
+from trivium.training.calibrate import time_validation
 from trivium.training.events import Progress, Said, Sampled, Saved, Validated
-from trivium.training.metrics import Journal, rows
+from trivium.training.metrics import JsonLines, rows
 from trivium.training.recipe import Evaluate, Recipe
+from trivium.training.setup import create_run
 from trivium.training.step import Update
 
 Make = Callable[..., Recipe]
@@ -63,7 +65,7 @@ def test_validation_bits_per_byte_agree_with_scoring_the_same_text(small: Make, 
     session = start(small(**{"evaluate.rows": 0, "checkpoint.use": "last"}), tmp_path)
     found = [event for event in finish(session) if isinstance(event, Validated)][-1]
     model = api.load(session.folder, device="cpu")
-    shards = session.ground.shards
+    shards = session.context.shards
     held = model.tokenizer.decode(shards.valid.ids[1:-1].tolist())
     assert text.read_text().endswith(held)
     score = score_text(model.module, model.tokenizer, held)
@@ -169,11 +171,10 @@ def test_stopping_freezes_the_weights_even_if_the_host_notices_late(
 ) -> None:
     """Between the bad step and the next look at the device nothing may move: no wait is needed for that."""
     from trivium.training.loop import updates
-    from trivium.training.prepare import job, lay
 
-    ground = lay(small(**{"batch.micro": 0}), tmp_path, say=silent, tick=silent)
+    context = create_run(small(**{"batch.micro": 0}), tmp_path, say=silent, tick=silent)
     poisoned({4}, math.nan)
-    trial = job(ground, 20)
+    trial = build_job(context, 20)
     kept: list[dict[str, torch.Tensor]] = []
     done: list[Update] = []
     for update in updates(trial):
@@ -305,7 +306,7 @@ def test_shards_bring_their_own_tokenizer(small: Make, tmp_path: Path, text: Pat
     chars = Chars().build([text.read_text()])
     build(DataConfig(paths=(str(text),)), chars, tmp_path / "shards", progress=silent, say=silent)
     session = start(small(**{"data.paths": [str(tmp_path / "shards")]}), tmp_path / "runs")
-    assert session.ground.tokenizer.digest == chars.digest
+    assert session.context.tokenizer.digest == chars.digest
     finish(session)
     assert api.load(session.folder, device="cpu").tokenizer.kind == "chars"
 
@@ -323,7 +324,7 @@ def test_compiling_the_validation_is_not_taken_for_its_time(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first validation of a compiled model compiles (100 s), each later one takes 2 s."""
-    ground = start(small(), tmp_path).ground
+    context = start(small(), tmp_path).context
     now, calls = 0.0, 0
 
     def validate(*_: object, **__: object) -> None:
@@ -331,15 +332,15 @@ def test_compiling_the_validation_is_not_taken_for_its_time(
         calls += 1
         now += 102.0 if calls == 1 else 2.0
 
-    monkeypatch.setattr(prepare, "validate", validate)
-    trial = prepare.job(ground, 10)
-    ground = replace(ground, recipe=replace(ground.recipe, compile="on", evaluate=Evaluate(rows=4)))
-    assert prepare._validation(trial, ground, lambda: now) == 2.0
+    monkeypatch.setattr("trivium.training.calibrate.validate", validate)
+    trial = build_job(context, 10)
+    context = replace(context, recipe=replace(context.recipe, compile="on", evaluate=Evaluate(rows=4)))
+    assert time_validation(trial, context, lambda: now) == 2.0
 
 
 def test_a_torn_last_line_of_a_journal_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    journal = Journal(path)
+    journal = JsonLines(path)
     journal.write([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
     journal.close()
     with path.open("a") as file:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.training.conftest import finish, laid, start
+from tests.training.conftest import create, finish, start
 from trivium import api
 from trivium.data.bucketing import Pairs
 from trivium.errors import RequestError
@@ -18,7 +18,9 @@ from trivium.evaluation import results
 from trivium.evaluation.tasks import Outcome
 from trivium.generation.fill import Filling
 from trivium.text.kinds import Bytes
-from trivium.training import prepare, session
+from trivium.training import session
+from trivium.training.build_job import build_job
+from trivium.training.context import open_context
 from trivium.training.events import Said, Sampled, line
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
@@ -44,7 +46,7 @@ def test_an_encoder_guesses_hidden_words_of_the_validation_text(small: Make, tmp
     assert {row["step"] for row in found} == {20}
     assert 1 <= len(found) <= 3
     m = api.load(folder, device="cpu")
-    valid = m.tokenizer.decode([int(id) for id in prepare.reopen(folder, _recipe(folder)).shards.valid.ids])
+    valid = m.tokenizer.decode([int(id) for id in open_context(folder, _recipe(folder)).shards.valid.ids])
     flat = " ".join(valid.split())
     for row in found:
         whole = re.sub(r"(\[MASK\])+", row["reference"], row["prompt"])
@@ -81,10 +83,10 @@ def _recipe(folder: Path) -> Recipe:
 
 def test_a_denoising_model_is_shown_texts_whose_spans_give_them_back(small: Make, tmp_path: Path) -> None:
     recipe = small("encoder-decoder", **{"model.context": 64})
-    ground = laid(recipe, tmp_path)
-    found = list(samples(prepare.job(ground, 1), ground))
+    context = create(recipe, tmp_path)
+    found = list(samples(build_job(context, 1), context))
     assert len(found) == 3
-    text = ground.tokenizer.decode([int(id) for id in ground.shards.valid.ids if id != ground.tokenizer.end])
+    text = context.tokenizer.decode([int(id) for id in context.shards.valid.ids if id != context.tokenizer.end])
     for sample in found:
         spans: dict[str, str] = dict(re.findall(r"(<extra_id_\d+>)((?:(?!<extra_id_).)*)", sample.reference, re.DOTALL))
         assert spans
@@ -99,7 +101,7 @@ def test_a_translator_is_shown_validation_pairs(small: Make, tmp_path: Path, pac
     (tmp_path / "pairs.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in pairs.items()))
     changes = {"objective": "seq2seq", "data.paths": [], "data.pairs": str(tmp_path / "pairs.tsv"), "data.pack": pack}
     folder, found = written(small("encoder-decoder", **changes), tmp_path)
-    valid = Pairs(prepare.reopen(folder, _recipe(folder)).shards.valid, 32)
+    valid = Pairs(open_context(folder, _recipe(folder)).shards.valid, 32)
     assert len(valid) >= 3
     last = [row for row in found if row["step"] == 20]
     assert len(last) == 3
@@ -118,9 +120,9 @@ def test_a_translator_is_shown_validation_pairs(small: Make, tmp_path: Path, pac
 
 
 def test_a_model_with_a_prefix_continues_the_text_that_it_was_given(small: Make, tmp_path: Path) -> None:
-    ground = laid(small("encoder-decoder", objective="prefix"), tmp_path)
-    text = ground.tokenizer.decode([int(id) for id in ground.shards.valid.ids if id != ground.tokenizer.end])
-    for sample in samples(prepare.job(ground, 1), ground):
+    context = create(small("encoder-decoder", objective="prefix"), tmp_path)
+    text = context.tokenizer.decode([int(id) for id in context.shards.valid.ids if id != context.tokenizer.end])
+    for sample in samples(build_job(context, 1), context):
         assert sample.prompt + sample.reference in text
 
 

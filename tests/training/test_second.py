@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.conftest import ASSETS, finish, laid, start
+from tests.training.conftest import ASSETS, create, finish, start
 from tests.training.test_resume import assert_goes_on_exactly
 from trivium.errors import ConfigError, DataError
-from trivium.training import prepare
+from trivium.training.build_job import build_job
 from trivium.training.loop import train_step
 from trivium.training.metrics import rows
 from trivium.training.prefetch import step_batches
@@ -74,8 +74,8 @@ def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
 ) -> None:
     found: list[list[torch.Tensor]] = []
     for micro in (6, 4, 1):
-        ground = laid(two_heads(kind, **STILL, **{"batch.micro": micro}), tmp_path / str(micro))
-        job = prepare.job(ground, 10)
+        context = create(two_heads(kind, **STILL, **{"batch.micro": micro}), tmp_path / str(micro))
+        job = build_job(context, 10)
         batches = step_batches(job, (0, 0, micro))
         assert batches.counts["tokens"] > 6
         monkeypatch.setattr(job.optimizer, "zero_grad", lambda: None)
@@ -83,7 +83,7 @@ def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
         grown = job.optimizer.gradients()
         assert len(grown) == len(list(job.model.parameters()))
         assert list(result.over) == ["tokens", NAMES[kind]]
-        judged = validate(job, ground.valid, limit=5)
+        judged = validate(job, context.valid, limit=5)
         assert judged.bits_per_byte is None
         means = [torch.tensor(mean) for mean in (judged.loss, *judged.losses.values())]
         found.append([result.numbers, *grown, *means])
@@ -94,10 +94,10 @@ def test_gradients_and_validation_do_not_depend_on_the_rows_at_a_time(
 
 @each
 def test_a_compiled_step_has_the_same_loss(two_heads: Make, tmp_path: Path, kind: str) -> None:
-    ground = laid(two_heads(kind, **STILL), tmp_path)
-    plain, compiled = (prepare.job(ground, 10) for _ in range(2))
+    context = create(two_heads(kind, **STILL), tmp_path)
+    plain, compiled = (build_job(context, 10) for _ in range(2))
     eager = torch.compile(compiled.compute, backend="aot_eager")
-    batch = ground.task.inputs(ground.train.take(plain.order.batch(0)), np.random.default_rng(0))
+    batch = context.task.inputs(context.train.take(plain.order.batch(0)), np.random.default_rng(0))
     found, expected = eager(batch), plain.compute(batch)
     assert [(name, *loss[1:]) for name, loss in found.items()] == [(name, *loss[1:]) for name, loss in expected.items()]
     for name, loss in expected.items():
@@ -111,5 +111,5 @@ def test_pairs_from_one_document_are_refused_in_a_sentence(two_heads: Make, text
 
 def test_a_model_without_the_head_leaves_nothing_behind(two_heads: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.sentence: objective.frame=pair asks"):
-        laid(two_heads("pairs", **{"model.sentence": "none"}), tmp_path / "runs")
+        create(two_heads("pairs", **{"model.sentence": "none"}), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

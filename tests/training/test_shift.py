@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.training.conftest import FAMILIES, finish, laid, resume, start
+from tests.training.conftest import FAMILIES, create, finish, resume, start
 from tests.training.test_resume import assert_goes_on_exactly
 from trivium.data.packing import RowBatch, Rows
 from trivium.errors import CheckpointError, ConfigError
-from trivium.training import prepare
+from trivium.training.build_job import build_job
 from trivium.training.loop import updates
 from trivium.training.recipe import Recipe
 
@@ -42,8 +42,8 @@ def test_a_run_goes_on_exactly_across_the_end_of_an_epoch(
     recipe = shifted(kind, mixed=mixed, **{"checkpoint.every": 1, "checkpoint.keep": 30})
     straight = start(recipe, tmp_path / "straight")
     finish(straight)
-    order = prepare.job(straight.ground, 20).order
-    count = len(straight.ground.train)
+    order = build_job(straight.context, 20).order
+    count = len(straight.context.train)
     moved = [step for step in range(20) if (order.batch(6 * step) >= count).any()]
     assert 0 < moved[0] < 10  # the first batch with rows of a later epoch
     for step in (moved[0], moved[0] + 1, 15):  # right before it, right behind it, in a later epoch
@@ -53,20 +53,20 @@ def test_a_run_goes_on_exactly_across_the_end_of_an_epoch(
 
 
 def test_only_the_epochs_behind_the_first_are_cut_elsewhere(shifted: Make, tmp_path: Path) -> None:
-    grounds = [laid(shifted(shift=shift), tmp_path / shift) for shift in ("none", "epoch")]
-    assert grounds[0].shards.digest == grounds[1].shards.digest
-    assert grounds[0].identity != grounds[1].identity
-    whole = len(grounds[0].train) // 6  # the steps that see nothing but the first epoch
-    found = [[float(update.loss) for update in updates(prepare.job(ground, 20))] for ground in grounds]
+    contexts = [create(shifted(shift=shift), tmp_path / shift) for shift in ("none", "epoch")]
+    assert contexts[0].shards.digest == contexts[1].shards.digest
+    assert contexts[0].identity != contexts[1].identity
+    whole = len(contexts[0].train) // 6  # the steps that see nothing but the first epoch
+    found = [[float(update.loss) for update in updates(build_job(context, 20))] for context in contexts]
     assert found[0][:whole] == found[1][:whole]
     assert found[0][whole:] != found[1][whole:]
-    assert len(grounds[1].valid) == len(grounds[0].valid)
+    assert len(contexts[1].valid) == len(contexts[0].valid)
 
 
 def test_rows_that_a_rollback_leaves_out_are_left_out_of_shifted_ones_too(
     shifted: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = prepare.job(laid(shifted(**{"batch.micro": 0}), tmp_path), 8)
+    job = build_job(create(shifted(**{"batch.micro": 0}), tmp_path), 8)
     job.skipped = [(12, 60)]  # from the first epoch into the second
     seen: list[list[int]] = []
     take = Rows.take
@@ -88,5 +88,5 @@ def test_rows_that_a_rollback_leaves_out_are_left_out_of_shifted_ones_too(
 def test_what_is_not_cut_from_a_text_row_by_row_cannot_be_shifted(shifted: Make, tmp_path: Path) -> None:
     pairs = {"objective.frame": "pair", "model.embedding.segments": 2, "model.sentence": "pooler"}
     with pytest.raises(ConfigError, match=r"data\.shift: only rows that are cut"):
-        laid(shifted("encoder", **pairs), tmp_path / "runs")
+        create(shifted("encoder", **pairs), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

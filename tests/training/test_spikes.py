@@ -3,7 +3,7 @@
 `curves.json` holds the losses and gradient norms of real runs on the embedded Shakespeare text, 300 to 500 steps each:
 decoders, encoders and encoder-decoders of width 32 to 96, most optimizers and schedules, rates from 2e-4 to 2e-2 (0.5
 for SGD), batches of 1 to 24 rows, with and without dropout and clipping, and some that learn a few kilobytes by heart.
-Each was made by `for update in updates(prepare.job(ground, steps))` with the recipe that its name describes, and
+Each was made by `for update in updates(build_job(context, steps))` with the recipe that its name describes, and
 rounded to three or four digits. The least spread of the detector was chosen on these curves: at half of it, runs that
 learn a text by heart without clipping raised alarms. Twelve further runs with other seeds, not kept here, raised none.
 """

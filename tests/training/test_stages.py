@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.training.conftest import silent
-from trivium.training import prepare
 from trivium.training.events import Said
 from trivium.training.recipe import Recipe
 from trivium.training.session import Session
+from trivium.training.setup import create_run
 from trivium.training.stages import stage
 
 Make = Callable[..., Recipe]
@@ -47,11 +47,11 @@ def test_a_run_accounts_for_the_time_before_its_first_step(small: Make, tmp_path
     said: list[str] = []
     clock = Clock()
     recipe = small(**{"budget.steps": 0, "budget.minutes": 1})
-    ground = prepare.lay(recipe, tmp_path, say=said.append, tick=silent, clock=clock)
+    context = create_run(recipe, tmp_path, say=said.append, tick=silent, clock=clock)
     stages = [line.split(":")[0] for line in said if line.endswith(" s")]
     assert stages == ["tokenizer", "data", "timing"]
     told = []
-    for event in Session(ground, clock).events():
+    for event in Session(context, clock).events():
         if not isinstance(event, Said):
             break
         told.append(event.text)

@@ -17,8 +17,9 @@ from trivium.config import load, overrides
 from trivium.errors import ConfigError
 from trivium.models.transformer import weights
 from trivium.text.library import byte_alphabet
-from trivium.training import prepare
+from trivium.training.build_job import build_job
 from trivium.training.recipe import Recipe
+from trivium.training.setup import create_run
 
 STORIES = Path(__file__).parents[1] / "assets" / "stories260K" / "stories260K.bin"
 BASE: dict[str, Any] = {
@@ -67,12 +68,12 @@ def test_training_begins_with_its_weights_and_its_tokenizer(
     path = published[form]
     session = start(recipe(path, text), tmp_path / "runs")
     known = tv.load(path, device="cpu", say=silent)
-    begun = prepare.job(session.ground, 6)
+    begun = build_job(session.context, 6)
     for name, tensor in weights(known.module).items():
         assert torch.equal(weights(begun.model)[name], tensor)
     sentence = "Once upon a time there was a fox."
-    assert session.ground.tokenizer.encode(sentence) == known.tokenizer.encode(sentence)
-    assert session.ground.task.length == 24  # and not the 512 of the context
+    assert session.context.tokenizer.encode(sentence) == known.tokenizer.encode(sentence)
+    assert session.context.task.length == 24  # and not the 512 of the context
     before = known.score(text.read_text()[:500]).bits_per_byte
     finish(session)
     after = tv.load(session.folder, device="cpu")
@@ -113,7 +114,7 @@ def headless(tmp_path: Path) -> Path:
 def test_an_encoder_without_a_head_is_refused_before_data_are_built(headless: Path, text: Path, tmp_path: Path) -> None:
     ticked: list[object] = []
     with pytest.raises(ConfigError, match=r"start: .*headless has no output over its vocabulary, so objective=masked"):
-        prepare.lay(
+        create_run(
             recipe(headless, text, objective="masked"),
             tmp_path / "runs",
             say=silent,

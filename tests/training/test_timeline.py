@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trivium.errors import CheckpointError, ConfigError
 from trivium.training.deadline import Deadline
-from trivium.training.metrics import Journal
+from trivium.training.metrics import JsonLines
 from trivium.training.pace import Pace
 from trivium.training.recipe import Budget
 from trivium.training.timeline import Knot, Timeline, follow
@@ -57,7 +57,7 @@ class Drive:
         self.now, self.worst, self.steps = 0.0, 0.0, 0
         pace = Pace(lambda: self.now)
         pace.last = {"validation": reserve}
-        self.journal = Journal(Path("timeline.jsonl"))  # in memory: it is never flushed
+        self.journal = JsonLines(Path("timeline.jsonl"))  # in memory: it is never flushed
         deadline = Deadline(Budget(minutes=seconds / 60), pace, self.journal)
         deadline.extend(self.timeline, 0)
         while not self.timeline.ends(self.steps):
@@ -141,7 +141,7 @@ def test_decisions_on_validations_are_read_beside_knots() -> None:
 def test_a_journal_goes_on_where_the_file_of_a_run_ends(tmp_path: Path) -> None:
     """A run that repeats one which stopped early has more knots in its file than in its journal."""
     budget = Budget(minutes=1, planned=40, knots=(5, 10, 15), shares=(0.1, 0.2, 0.3))
-    journal = Journal(tmp_path / "timeline.jsonl")
+    journal = JsonLines(tmp_path / "timeline.jsonl")
     journal.add([{"step": 20, "share": 0.5}])
     timeline = budget.timeline
     Deadline(budget, Pace(lambda: 0.0), journal).take_up(timeline)

@@ -16,7 +16,7 @@ import pytest
 from tests.training.conftest import finish, resume, start
 from tests.training.test_resume import cut_copy
 from trivium.errors import ConfigError
-from trivium.training import prepare, track
+from trivium.training import track
 from trivium.training.metrics import rows
 from trivium.training.recipe import Recipe
 from trivium.training.track import COLUMNS, Csv, TensorBoard, trackers
@@ -92,7 +92,7 @@ def test_no_line_is_told_twice_because_another_tracker_failed(
 ) -> None:
     """The validation of a step is told after the step itself: knowing a step is not knowing all of its rows."""
     other = Unsteady()
-    monkeypatch.setattr(prepare, "trackers", lambda ground: [Csv(ground.folder / "metrics.csv"), other])
+    monkeypatch.setattr(track, "trackers", lambda folder, names: [Csv(folder / "metrics.csv"), other])
     session = start(small(), tmp_path)
     finish(session)
     assert other.failed == {"train", "valid"}

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.conftest import FAMILIES, finish, laid, start
+from tests.training.conftest import FAMILIES, create, finish, start
 from tests.training.test_resume import assert_goes_on_exactly
 from trivium.optim.fused_adam import FusedAdam
 from trivium.parts import attention
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.twins import Twins
-from trivium.training import prepare
+from trivium.training.build_job import build_job, uses_bf16_copies
 from trivium.training.job import Job
 from trivium.training.loop import updates
 from trivium.training.oom import with_oom_retry
@@ -31,7 +31,7 @@ WHOLE: dict[str, Any] = {"precision": "bf16", "batch.micro": 0}
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: twins, and one product for queries, keys and values."""
-    monkeypatch.setattr(prepare, "twinned", lambda recipe: recipe.micro >= recipe.batch.size)
+    monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe: recipe.micro >= recipe.batch.size)
     monkeypatch.setattr(MultiHeadAttention, "_one", lambda self, x: torch.is_grad_enabled() and self._alike)
     monkeypatch.setattr(attention, "PARTED", False)  # a kernel for a GPU
 
@@ -42,7 +42,7 @@ def copies(job: Job) -> Twins:
 
 
 def walked(recipe: Recipe, runs: Path, steps: int = 8) -> tuple[Job, list[tuple[float, float]], dict[str, Tensor]]:
-    job = prepare.job(laid(recipe, runs), steps)
+    job = build_job(create(recipe, runs), steps)
     numbers = [(float(update.loss), float(update.norm)) for update in updates(job)]
     return job, numbers, {name: one for section in job.tensors().values() for name, one in section.items()}
 
@@ -55,7 +55,7 @@ def test_a_run_with_twins_is_the_run_without_to_the_bit(
     recipe = small(kind, **WHOLE, clip=0.0, average="ema")
     job, numbers, tensors = walked(recipe, tmp_path / "twins")
     assert len(copies(job)._twins) >= 8
-    monkeypatch.setattr(prepare, "twinned", lambda recipe: False)
+    monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe: False)
     other, plain, expected = walked(recipe, tmp_path / "plain")
     assert not isinstance(other.optimizer, FusedAdam)
     assert [loss for loss, _ in numbers] == [loss for loss, _ in plain]
@@ -68,7 +68,7 @@ def test_a_run_with_twins_is_the_run_without_to_the_bit(
 def test_clipping_reaches_what_twins_have(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small(**WHOLE, clip=0.05, optim="adamw", **{"optim.eps": 1.0})  # so that the size of a gradient matters
     _, _, tensors = walked(recipe, tmp_path / "twins")
-    monkeypatch.setattr(prepare, "twinned", lambda recipe: False)
+    monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe: False)
     _, numbers, expected = walked(recipe, tmp_path / "plain")
     assert all(norm > 0.1 for _, norm in numbers)  # it was clipped
     for name, one in tensors.items():
@@ -79,13 +79,13 @@ def test_clipping_reaches_what_twins_have(small: Make, tmp_path: Path, monkeypat
 def test_a_run_with_twins_goes_on_exactly(small: Make, tmp_path: Path) -> None:
     session = start(small(**WHOLE), tmp_path)
     finish(session)
-    assert_goes_on_exactly(session.ground.folder, 10, tmp_path)
+    assert_goes_on_exactly(session.context.folder, 10, tmp_path)
 
 
 @pytest.mark.usefixtures("on")
 def test_a_checkpoint_that_is_loaded_reaches_the_twins(small: Make, tmp_path: Path) -> None:
-    ground = laid(small(**WHOLE), tmp_path)
-    job, other = prepare.job(ground, 6), prepare.job(ground, 6)
+    context = create(small(**WHOLE), tmp_path)
+    job, other = build_job(context, 6), build_job(context, 6)
     steps = updates(job)
     before = {section: {name: one.clone() for name, one in each.items()} for section, each in job.tensors().items()}
     state, first = job.state(), [float(next(steps).loss) for _ in range(3)]
@@ -96,9 +96,9 @@ def test_a_checkpoint_that_is_loaded_reaches_the_twins(small: Make, tmp_path: Pa
 
 @pytest.mark.usefixtures("on")
 def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = prepare.job(laid(small(**WHOLE | {"batch.micro": 2}), tmp_path), 4)
+    job = build_job(create(small(**WHOLE | {"batch.micro": 2}), tmp_path), 4)
     assert not isinstance(job.optimizer, FusedAdam)
-    whole = prepare.job(laid(small(**WHOLE, name="whole"), tmp_path), 4)
+    whole = build_job(create(small(**WHOLE, name="whole"), tmp_path), 4)
     assert copies(whole)._twins
     steps = updates(whole)
     next(steps)
@@ -114,7 +114,7 @@ def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path, monke
 
 @pytest.mark.usefixtures("on")
 def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> None:
-    job = prepare.job(laid(small(**WHOLE), tmp_path), 4)
+    job = build_job(create(small(**WHOLE), tmp_path), 4)
     assert copies(job)._twins
     tries = []
 
@@ -141,11 +141,11 @@ def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("on")
 def test_a_run_that_lacked_memory_has_none_when_it_goes_on(small: Make, tmp_path: Path) -> None:
-    ground = laid(small(**WHOLE), tmp_path)
-    job = prepare.job(ground, 4)
+    context = create(small(**WHOLE), tmp_path)
+    job = build_job(context, 4)
     job.micro = 3
     held = {section: {name: one.clone() for name, one in each.items()} for section, each in job.tensors().items()}
-    resumed = prepare.job(ground, 4)
+    resumed = build_job(context, 4)
     assert copies(resumed)._twins
     resumed.load(lambda section: held[section], 0, job.state())
     assert not copies(resumed)._twins
@@ -154,11 +154,11 @@ def test_a_run_that_lacked_memory_has_none_when_it_goes_on(small: Make, tmp_path
 
 def test_only_a_compiled_step_in_few_bits_on_a_gpu_has_them(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda: dict[str, Any] = {"device": "cuda", "batch.micro": 0}
-    assert prepare.twinned(small(**cuda, precision="bf16", compile="graphs"))
-    assert prepare.twinned(small(**cuda, precision="fp8", compile="graphs"))
-    assert not prepare.twinned(small(**cuda, precision="bf16", compile="on"))  # too small to be worth it
-    monkeypatch.setattr(prepare, "LARGE", 1000)
-    assert prepare.twinned(small(**cuda, precision="bf16", compile="on"))
+    assert uses_bf16_copies(small(**cuda, precision="bf16", compile="graphs"))
+    assert uses_bf16_copies(small(**cuda, precision="fp8", compile="graphs"))
+    assert not uses_bf16_copies(small(**cuda, precision="bf16", compile="on"))  # too small to be worth it
+    monkeypatch.setattr("trivium.training.build_job.LARGE", 1000)
+    assert uses_bf16_copies(small(**cuda, precision="bf16", compile="on"))
     for changes in (
         {**cuda, "precision": "bf16", "compile": "off"},
         {**cuda, "precision": "fp32", "compile": "on"},
@@ -166,4 +166,4 @@ def test_only_a_compiled_step_in_few_bits_on_a_gpu_has_them(small: Make, monkeyp
         {**cuda, "precision": "bf16", "compile": "on", "batch.micro": 2},
         {"precision": "bf16", "compile": "on", "batch.micro": 0},
     ):
-        assert not prepare.twinned(small(**changes))
+        assert not uses_bf16_copies(small(**changes))

@@ -14,11 +14,10 @@ from trivium import api, config
 from trivium.checkpoints.model_files import has_model
 from trivium.cli.demos import bert, gpt, t5
 from trivium.cli.demos.assets import ASSETS
-from trivium.cli.render import watcher
+from trivium.cli.training import show_training
 from trivium.errors import ConfigError, RequestError, shown
 from trivium.training.recipe import Recipe
 from trivium.training.recipes import is_run
-from trivium.training.run import open_run
 
 
 class Demo(NamedTuple):
@@ -60,15 +59,8 @@ def _one(name: str, recipe: Recipe | None, layer: dict[str, Any], runs: Path) ->
     if recipe is None and not layer and has_model(folder):
         typer.echo(f"{folder} is trained already; `trivium demo --runs FOLDER` trains another one", err=True)
     else:
-        with watcher() as watch:
-            session = (
-                open_run(folder, layer, say=watch.say, tick=watch.tick)
-                if recipe is None
-                else open_run(recipe, {}, runs=runs, say=watch.say, tick=watch.tick)
-            )
-            session.alert = watch.alert
-            for event in session.events():
-                watch.event(event)
+        source, over = (folder, layer) if recipe is None else (recipe, {})  # a new recipe has its settings already
+        show_training(source, over, runs=runs)
     DEMOS[name].show(api.load(folder, device="cpu"), folder)
     facts = api.show(folder)
     typer.echo("-" * 60)

@@ -80,17 +80,12 @@ def train(
 
     layer = config.assignments(settings or [])
     check_source(source, layer, runs=runs, data_dir=data_dir)  # before torch is imported: a refusal comes at once
-    from trivium.cli.render import watcher
+    from trivium.cli.training import show_training
     from trivium.report import use_of
-    from trivium.training.run import open_run
 
-    with watcher() as watch:
-        session = open_run(source, layer, runs=runs, data_dir=data_dir, say=watch.say, tick=watch.tick)
-        session.alert = watch.alert
-        for event in session.events():
-            watch.event(event)
-    try_it = use_of(records.about(session.folder), session.folder)
-    typer.echo(f"{session.folder} is done; open {session.folder / 'report.html'}, or type: {try_it}", err=True)
+    folder = show_training(source, layer, runs=runs, data_dir=data_dir)
+    try_it = use_of(records.about(folder), folder)
+    typer.echo(f"{folder} is done; open {folder / 'report.html'}, or type: {try_it}", err=True)
 
 
 app.command()(generate.generate)

@@ -87,9 +87,9 @@ def shown(folder: Path, context: int, row: int, split: Split) -> list[Cell]:
     if context or not (folder / "config.toml").is_file():
         found, tokenizer = opened(folder)
         return preview(found, tokenizer, context or _CONTEXT, row, split)
-    from trivium.training.prepare import reopen
+    from trivium.training.context import open_context
     from trivium.training.recipe import Recipe
 
-    ground = reopen(folder, load(Recipe, read_of(folder)))
-    task, rng = ground.task, np.random.default_rng(0)
-    return preview(ground.shards, ground.tokenizer, task.length, row, split, lambda rows: task.inputs(rows, rng))
+    run = open_context(folder, load(Recipe, read_of(folder)))
+    task, rng = run.task, np.random.default_rng(0)
+    return preview(run.shards, run.tokenizer, task.length, row, split, lambda rows: task.inputs(rows, rng))

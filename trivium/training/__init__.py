@@ -1,1 +1,1 @@
-"""A run from recipe to trained model: prepare, loop, guard, record."""
+"""A run from recipe to trained model: create, loop, guard, record."""

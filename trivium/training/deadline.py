@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from trivium.training.metrics import Journal
+from trivium.training.metrics import JsonLines
 from trivium.training.pace import Pace
 from trivium.training.recipe import Budget, Recipe
 from trivium.training.timeline import SEGMENT, Knot, Timeline, extend, follow
@@ -18,7 +18,7 @@ VALIDATION = 0.1  # the largest share of the minutes that validations take
 class Deadline:
     """Moves the horizon of a run on; without minutes in its budget there is nothing to decide."""
 
-    def __init__(self, budget: Budget, pace: Pace, journal: Journal) -> None:
+    def __init__(self, budget: Budget, pace: Pace, journal: JsonLines) -> None:
         self.seconds = 60 * budget.minutes
         self.pace = pace
         self.journal = journal

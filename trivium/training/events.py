@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # those who only print events do without numpy
+    from trivium.training.recipe import Recipe
+
+
+class Opened(NamedTuple):
+    """The run is there, created or found, with its resolved recipe; training begins."""
+
+    folder: Path
+    recipe: Recipe
 
 
 class Progress(NamedTuple):
@@ -52,7 +62,7 @@ class Said(NamedTuple):
     text: str
 
 
-Event = Progress | Validated | Sampled | Saved | Said
+Event = Opened | Progress | Validated | Sampled | Saved | Said
 
 
 def line(event: Event) -> str:

@@ -15,7 +15,7 @@ from trivium.records import rows_in
 _LARGEST = 1 << 30  # bytes of a journal: some six million steps
 
 
-class Journal:
+class JsonLines:
     """A file of JSON lines. What the disk refuses is kept in memory, in order, until `flush` succeeds."""
 
     def __init__(self, path: Path, *, damaged: bool = False) -> None:

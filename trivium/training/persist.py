@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from trivium import config as settings
 from trivium import records
 from trivium.files import Lock, read_inside, remove_leftovers, write_atomic
+from trivium.training.context import RunContext
 from trivium.training.device import environment
-from trivium.training.metrics import Journal
-from trivium.training.prepare import Ground
+from trivium.training.metrics import JsonLines
 from trivium.training.recipe import Recipe
 from trivium.training.rollback import History
 from trivium.training.track import Tracker
@@ -27,18 +27,18 @@ _LARGEST = 1 << 20  # bytes of what a run says of itself
 WAITS = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between tries once no step is left to wait for
 
 
-class Home:
-    """`with Home(ground) as home:` — the locked folder of a run, made again by `restore` if somebody deleted it."""
+class RunFolder:
+    """`with RunFolder(context) as folder:` — a run's locked folder, created again by `restore` if it was deleted."""
 
-    def __init__(self, ground: Ground) -> None:
-        self.ground = ground
-        self.recipe = ground.recipe
-        self.folder = ground.folder
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self.recipe = context.recipe
+        self.folder = context.folder
         self._locks = contextlib.ExitStack()
         self._about = b""  # as it was written when the run began
         self._mark: os.stat_result | None = None  # of the lock file: another one there means another folder
 
-    def __enter__(self) -> Home:
+    def __enter__(self) -> RunFolder:
         self._lock()
         with contextlib.suppress(OSError):
             self._about = read_inside(self.folder, records.ABOUT, _LARGEST)
@@ -63,8 +63,8 @@ class Home:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock()
         self.describe()
-        self.ground.tokenizer.save(self.folder / "tokenizer.json")
-        facts = json.dumps(environment(self.ground.recipe), indent=2) + "\n"
+        self.context.tokenizer.save(self.folder / "tokenizer.json")
+        facts = json.dumps(environment(self.context.recipe), indent=2) + "\n"
         write_atomic(self.folder / "env.json", facts.encode())
         if self._about:
             write_atomic(self.folder / records.ABOUT, self._about)
@@ -88,17 +88,18 @@ class Home:
         return self.folder / ".lock"
 
 
-class Record:
+class RunLog:
     """Everything that a run writes beside its checkpoints; `flush` brings all of it to the disk or raises an OSError,
     and what is left then waits in memory.
     """
 
-    def __init__(self, home: Home, history: History, trackers: Sequence[Tracker]) -> None:
-        self.home = home
+    def __init__(self, run_folder: RunFolder, history: History, trackers: Sequence[Tracker]) -> None:
+        self.run_folder = run_folder
         self.history = history
-        self.metrics = Journal(home.folder / "metrics.jsonl")
-        self.samples = Journal(home.folder / "samples.jsonl")
-        self.timeline = Journal(home.folder / "timeline.jsonl", damaged=True)  # the knots of a budget in minutes
+        self.metrics = JsonLines(run_folder.folder / "metrics.jsonl")
+        self.samples = JsonLines(run_folder.folder / "samples.jsonl")
+        # the knots of a budget in minutes
+        self.timeline = JsonLines(run_folder.folder / "timeline.jsonl", damaged=True)
         self.trackers = trackers
         self.gone = False  # whether the folder had to be made again and holds no checkpoint yet
         self._untold: list[Mapping[str, Any]] | None = []  # None: the trackers must hear everything from the start
@@ -113,13 +114,13 @@ class Record:
     def cut(self, step: int) -> None:
         """Forget what comes after `step`, on the disk as soon as it lets us."""
         self._untold = None
-        for journal in (self.metrics, self.samples):
+        for lines in (self.metrics, self.samples):
             with contextlib.suppress(OSError):
-                journal.cut(step)
+                lines.cut(step)
 
     def restore(self) -> None:
         """See to it that the folder is there."""
-        if self.home.restore():
+        if self.run_folder.restore():
             self.gone = True
             self.history.saved = False
             self._untold = None
@@ -128,8 +129,8 @@ class Record:
         self.restore()
         if not self.history.saved:
             self.history.write()
-        for journal in (self.metrics, self.samples, self.timeline):
-            journal.flush()
+        for lines in (self.metrics, self.samples, self.timeline):
+            lines.flush()
         # nobody knows what a tracker that failed in the middle has heard: then all of them begin again
         untold, self._untold = self._untold, None
         for tracker in self.trackers:
@@ -140,13 +141,13 @@ class Record:
         self._untold = []
 
     def close(self) -> None:
-        for journal in (self.metrics, self.samples, self.timeline):
-            journal.close()
+        for lines in (self.metrics, self.samples, self.timeline):
+            lines.close()
         for tracker in self.trackers:
             tracker.close()
 
 
-class Retry:
+class RetryingWriter:
     """Tries to write; after a failure it says so once, waits some steps before the next try, and says when it works."""
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:

@@ -1,8 +1,8 @@
-"""A run in its folder: started from a recipe or gone on with; what changed is told or refused."""
+"""The one way from a recipe to a trained run: its folder is created or opened again, and its events are yielded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,17 +11,43 @@ from trivium.data import shards as data
 from trivium.data.pairs import build
 from trivium.errors import RequestError
 from trivium.text.tokenizer import open_tokenizer
-from trivium.training import prepare
+from trivium.training.context import open_context
 from trivium.training.device import settle
-from trivium.training.prepare import Say, Tick
+from trivium.training.events import Event, Opened
 from trivium.training.recipe import Recipe
 from trivium.training.recipes import RUNS, is_run, laid_over, read_recipe, resumed_recipe, with_data_below
 from trivium.training.scratch import sweep
 from trivium.training.session import Session
+from trivium.training.setup import create_run
+from trivium.training.signals import to_standard_error
+from trivium.training.stages import Say, Tick
 
-__all__ = ["Exists", "Session", "open_run"]
+__all__ = ["Exists", "Session", "open_run", "train_run"]
 
 Exists = Literal["refuse", "resume", "replace"]
+
+
+def train_run(
+    source: Path | Recipe,
+    layer: Mapping[str, Any],
+    *,
+    runs: Path = RUNS,
+    data_dir: Path | None = None,
+    parts: Sequence[type[Any]] = (),
+    exists: Exists = "refuse",
+    say: Say,
+    tick: Tick,
+    alert: Say = to_standard_error,
+) -> Generator[Event, None, None]:
+    """Open or create a run as `open_run` does and train it; its events, of which `Opened` is the first.
+
+    While a run is created, `say` receives sentences and `tick` how far the text is read. `alert` is called by another
+    thread with what cannot wait for the step that is under way. Closing the iterator early leaves a valid run behind.
+    """
+    session = open_run(source, layer, runs=runs, data_dir=data_dir, parts=parts, exists=exists, say=say, tick=tick)
+    session.alert = alert
+    yield Opened(session.folder, session.recipe)
+    yield from session.events()
 
 
 def open_run(
@@ -46,7 +72,7 @@ def open_run(
         recipe = resumed_recipe(source, layer, settle, parts=parts, say=say)
         sweep(source.absolute().parent)
         _check_data(source, recipe, say, tick)
-        return Session(prepare.reopen(source, recipe))
+        return Session(open_context(source, recipe))
     recipe = read_recipe(source, layer, parts=parts) if isinstance(source, Path) else laid_over(source, layer, parts)
     recipe = with_data_below(recipe, data_dir)
     folder = runs / recipe.name
@@ -55,8 +81,8 @@ def open_run(
         return open_run(folder, _changes(folder, recipe, layer, parts), parts=parts, say=say, tick=tick)
     tables = [*([settings.read(source)] if isinstance(source, Path) else []), layer]
     again = exists == "replace" and bool(recipe.name) and is_run(folder)
-    ground = prepare.lay(recipe, runs, parts=parts, tables=tables, again=again, say=say, tick=tick)
-    return Session(ground)
+    context = create_run(recipe, runs, parts=parts, tables=tables, again=again, say=say, tick=tick)
+    return Session(context)
 
 
 def _changes(folder: Path, recipe: Recipe, layer: Mapping[str, Any], parts: Sequence[type[Any]]) -> dict[str, Any]:

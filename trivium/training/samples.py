@@ -27,9 +27,9 @@ from trivium.labels import IGNORED
 from trivium.objectives.masked import MASK
 from trivium.text.framing import frame_of
 from trivium.text.tokenizer import Tokenizer
+from trivium.training.context import RunContext
 from trivium.training.events import Sampled
 from trivium.training.job import Job
-from trivium.training.prepare import Ground
 
 _EXAMPLES = 3
 _TEXT = 20_000  # tokens of the validation text that sentences are drawn from
@@ -37,40 +37,40 @@ _ROW = 60  # tokens of a row of text that an encoder-decoder is shown
 _TOP = 3  # guesses for a hidden word
 
 
-def samples(job: Job, ground: Ground) -> Iterator[Sampled]:
+def samples(job: Job, context: RunContext) -> Iterator[Sampled]:
     """The samples of this step; none where the validation text offers no example."""
-    family = ground.recipe.model.family
+    family = context.recipe.model.family
     if family == "decoder":
-        yield _continued(job, ground)
+        yield _continued(job, context)
     elif family == "encoder":
-        yield from _filled(job, ground)
+        yield from _filled(job, context)
     else:
-        yield from _written(job, ground)
+        yield from _written(job, context)
 
 
-def _continued(job: Job, ground: Ground) -> Sampled:
-    wanted = ground.recipe.sample
+def _continued(job: Job, context: RunContext) -> Sampled:
+    wanted = context.recipe.sample
     [[text]] = complete(
         job.model,
-        ground.tokenizer,
+        context.tokenizer,
         [wanted.prompt],
-        tokens=min(wanted.tokens, ground.recipe.model.context - 1),
+        tokens=min(wanted.tokens, context.recipe.model.context - 1),
         sampling=Sampling(temperature=wanted.temperature),
-        seed=ground.recipe.seed,
+        seed=context.recipe.seed,
     )
     return Sampled(job.step, wanted.prompt, str(text))
 
 
-def _filled(job: Job, ground: Ground) -> Iterator[Sampled]:
+def _filled(job: Job, context: RunContext) -> Iterator[Sampled]:
     """The likeliest pieces for a hidden word with their probabilities; of a word of several pieces the best of each."""
-    tokenizer = ground.tokenizer
+    tokenizer = context.tokenizer
     if MASK not in tokenizer.specials:
         return
     literal = tokenizer.piece(tokenizer.specials[MASK])
-    ids = [int(id) for id in ground.shards.valid.ids[:_TEXT] if id != tokenizer.end]
+    ids = [int(id) for id in context.shards.valid.ids[:_TEXT] if id != tokenizer.end]
     text = tokenizer.decode(ids)
-    room = ground.recipe.model.context - 2  # what a frame leaves
-    asked = words.questions([text], words.ranks([text]), count=_EXAMPLES, seed=ground.recipe.seed)
+    room = context.recipe.model.context - 2  # what a frame leaves
+    asked = words.questions([text], words.ranks([text]), count=_EXAMPLES, seed=context.recipe.seed)
     for question in asked:
         sentence, first, last = _excerpt(tokenizer, question.text, question.first, question.last, room)
         found = gap(tokenizer, sentence, first, last)
@@ -103,12 +103,12 @@ def _visible(text: str) -> str:
     return text.strip() or json.dumps(text)
 
 
-def _written(job: Job, ground: Ground) -> Iterator[Sampled]:
+def _written(job: Job, context: RunContext) -> Iterator[Sampled]:
     """What the likeliest tokens make of a source, beside the target that it belongs to."""
-    tokenizer, start = ground.tokenizer, frame_of("encoder-decoder", ground.tokenizer).start
-    rng = np.random.default_rng(ground.recipe.seed)
-    for rows in _rows(ground):
-        batch = ground.task.inputs(rows, rng)
+    tokenizer, start = context.tokenizer, frame_of("encoder-decoder", context.tokenizer).start
+    rng = np.random.default_rng(context.recipe.seed)
+    for rows in _rows(context):
+        batch = context.task.inputs(rows, rng)
         source = batch.inputs["source"][0]
         if "source_padding" in batch.inputs:
             source = source[batch.inputs["source_padding"][0]]
@@ -118,9 +118,9 @@ def _written(job: Job, ground: Ground) -> Iterator[Sampled]:
             job.model,
             tokenizer,
             Prompt(ids=start, source=tuple(source.tolist())),
-            tokens=min(ground.recipe.sample.tokens, ground.recipe.model.context - len(start)),
+            tokens=min(context.recipe.sample.tokens, context.recipe.model.context - len(start)),
             sampling=Sampling(temperature=0),
-            seed=ground.recipe.seed,
+            seed=context.recipe.seed,
         )
         read, wanted = (
             tokenizer.decode([id for id in ids if id != tokenizer.end]) for ids in (source.tolist(), target)
@@ -128,9 +128,9 @@ def _written(job: Job, ground: Ground) -> Iterator[Sampled]:
         yield Sampled(job.step, read, "".join(pieces), wanted)
 
 
-def _rows(ground: Ground) -> Iterator[RowBatch]:
+def _rows(context: RunContext) -> Iterator[RowBatch]:
     """A few rows of the validation text, far apart: whole pairs, or the beginning of rows of text."""
-    valid = ground.valid.pairs if isinstance(ground.valid, PackedPairs) else ground.valid
+    valid = context.valid.pairs if isinstance(context.valid, PackedPairs) else context.valid
     for number in range(min(_EXAMPLES, len(valid))):
         rows = valid.take(np.array([number * len(valid) // _EXAMPLES if len(valid) > _EXAMPLES else number]))
         if isinstance(valid, Pairs):

@@ -9,32 +9,30 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trivium import config as settings
 from trivium import report
-from trivium.checkpoints import bundle, format
-from trivium.checkpoints.model_files import has_model, withdraw
-from trivium.checkpoints.store import Checkpoint, Store
-from trivium.data.shards import changed_sources
-from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError, printable
+from trivium.checkpoints.model_files import withdraw
+from trivium.checkpoints.store import Checkpoint
+from trivium.errors import CheckpointError, Diverged, Interrupted, RequestError, TriviumError
 from trivium.files import write_atomic
-from trivium.training import prepare
+from trivium.training import track
+from trivium.training.build_job import build_initial_job, build_job
+from trivium.training.checkpointing import Checkpointer
+from trivium.training.context import RunContext
 from trivium.training.deadline import Deadline, repeatable
 from trivium.training.events import Event, Progress, Said, Sampled, Saved, Validated
 from trivium.training.fit import require_fit
-from trivium.training.guards import FiniteGuard
 from trivium.training.job import Job
 from trivium.training.loop import updates
 from trivium.training.oom import enough_memory, is_out_of_memory
 from trivium.training.pace import Pace
-from trivium.training.persist import WAITS, Home, Record, Retry, reason
-from trivium.training.prepare import Ground, Say
+from trivium.training.persist import WAITS, RetryingWriter, RunFolder, RunLog, reason
 from trivium.training.process import process_settings
 from trivium.training.readout import MeasuredUpdate, ReadOut
-from trivium.training.rollback import History, replay
+from trivium.training.rollback import replay
 from trivium.training.samples import samples
 from trivium.training.signals import Signals, to_standard_error
-from trivium.training.spikes import Alarm, Detector, Rollback
-from trivium.training.stages import stage
+from trivium.training.spikes import Alarm
+from trivium.training.stages import Say, stage
 from trivium.training.timeline import Timeline
 from trivium.training.trend import Trend
 from trivium.training.validate import validate
@@ -50,44 +48,34 @@ class Session:
 
     def __init__(
         self,
-        ground: Ground,
+        context: RunContext,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.ground = ground
-        self.folder = ground.folder
-        self.recipe = recipe = ground.recipe
+        self.context = context
+        self.folder = context.folder
+        self.recipe = recipe = context.recipe
         self.alert: Say = to_standard_error  # called by another thread while a step runs
         self.clock = clock
         self.sleep = sleep
-        spike = recipe.spike
-        # without a watch on spikes only numbers that are not finite can lead back
-        self.options = spike if isinstance(spike, Rollback) else Rollback(threshold=math.inf, norm=math.inf)
-        self.watching = isinstance(spike, Rollback) or recipe.nonfinite == "rollback"
-        self.store = Store(
-            self.folder / "checkpoints",
-            keep=recipe.checkpoint.keep,
-            margin=self.options.margin if self.watching else 0,
-        )
-        self.history = History(self.folder, self.store, self.options, recipe.batch.rows)
-        self.home = Home(ground)
-        self.record = Record(self.home, self.history, prepare.trackers(ground))
+        self.checkpoints = Checkpointer(context)
+        self.store, self.history = self.checkpoints.store, self.checkpoints.history
+        self.run_folder = RunFolder(context)
+        self.record = RunLog(self.run_folder, self.history, track.trackers(self.folder, recipe.track))
         self.notes: list[str] = []  # sentences on their way to becoming events
-        self.lines = Retry("metrics.jsonl", self.notes.append)
-        self.decisions = Retry("timeline.jsonl", self.notes.append)
-        self.saves = Retry("the checkpoint", self.notes.append)
-        self.detector = self._detector()
+        self.lines = RetryingWriter("metrics.jsonl", self.notes.append)
+        self.decisions = RetryingWriter("timeline.jsonl", self.notes.append)
+        self.saves = RetryingWriter("the checkpoint", self.notes.append)
+        self.detector = self.checkpoints.detector()
         self.known: list[MeasuredUpdate] = []  # read off the device and not yet written down
         self._start_clock()
         self.trend = Trend(recipe.evaluate.patience)
-        self.best = self.kept = math.inf  # the lowest validation loss, and the lowest with a checkpoint
-        self.score: float | None = None  # the validation loss at this very step
 
     def events(self) -> Iterator[Event]:
         """Train, and tell what happens; closing the iterator early leaves a valid run behind."""
         self._start_clock()
         process = process_settings(self.recipe, self.folder.parent)
-        with self.home, process, Signals(self.alert) as signals, enough_memory(self.recipe, self.folder):
+        with self.run_folder, process, Signals(self.alert) as signals, enough_memory(self.recipe, self.folder):
             try:
                 job = yield from self._resume()
                 while (alarm := (yield from self._train(job, signals))) is not None:
@@ -97,9 +85,9 @@ class Session:
                 self.record.close()
 
     def _start_clock(self) -> None:
-        self.pace = Pace(self.clock, self.ground.spent)
-        if self.ground.validation:
-            self.pace.last["validation"] = self.ground.validation
+        self.pace = Pace(self.clock, self.context.spent)
+        if self.context.validation:
+            self.pace.last["validation"] = self.context.validation
         self.deadline = Deadline(self.recipe.budget, self.pace, self.record.timeline)
 
     def _train(self, job: Job, signals: Signals) -> Generator[Event, None, Alarm | None]:
@@ -125,7 +113,7 @@ class Session:
             saving = timeline.due(recipe.checkpoint.every, step)
             again = self.saves.due(step)
             settling = validating or saving or again or sampling or stopping > 0
-            self.score = None
+            self.checkpoints.score = None
             alarm = self._read(pending, 0 if settling else _BEHIND)
             if alarm is not None:
                 return alarm
@@ -133,7 +121,7 @@ class Session:
                 yield from self._log(job)
             if validating and not stopping:
                 yield self._validate(job)
-                again = again or self._best_of_all() or self.trend.is_exhausted
+                again = again or self.checkpoints.is_best or self.trend.is_exhausted
             if sampling and not stopping:
                 yield from self._sample(job)
             if saving or again or stopping or self.record.gone:
@@ -154,7 +142,7 @@ class Session:
     def _due(self, step: int, timeline: Timeline) -> tuple[bool, bool]:
         """Whether validation and a sample follow this step."""
         sampling = bool(self.recipe.sample.every) and timeline.due(self.recipe.sample.every, step)
-        validating = timeline.due(self.recipe.evaluate.every, step) and len(self.ground.valid) > 0
+        validating = timeline.due(self.recipe.evaluate.every, step) and len(self.context.valid) > 0
         return validating and (timeline.ends(step) or self.deadline.allows_validation(step)), sampling
 
     def _owed(self, job: Job) -> Iterator[Event]:
@@ -187,7 +175,7 @@ class Session:
                     "or set nonfinite=skip or nonfinite=rollback"
                 )
             alarm = self.detector.see(update.step, loss, norm, finite=sound, scale=update.scale)
-            if alarm is not None and self.watching:
+            if alarm is not None and self.checkpoints.rolls_back:
                 return alarm
         return None
 
@@ -232,11 +220,9 @@ class Session:
 
     def _validate(self, job: Job) -> Event:
         with self.pace.pause("validation"):
-            loss, bits, losses = validate(job, self.ground.valid, limit=self.recipe.evaluate.rows)
+            loss, bits, losses = validate(job, self.context.valid, limit=self.recipe.evaluate.rows)
         self.deadline.validated()
-        self.score = loss
-        better = loss < self.best
-        self.best = min(self.best, loss)
+        better = self.checkpoints.validated(loss)
         losses = losses if len(losses) > 1 else {}
         row = {"kind": "valid", "step": job.step, "loss": loss, "bits_per_byte": bits}
         self.record.add([_finite(row | ({"losses": losses} if losses else {}))])
@@ -248,7 +234,7 @@ class Session:
     def _sample(self, job: Job) -> Iterator[Event]:
         try:
             with job.in_use(), self.pace.pause("sample"):
-                found = list(samples(job, self.ground))
+                found = list(samples(job, self.context))
         except (RequestError, CheckpointError) as error:
             yield Said(f"no sample: {error}")
             return
@@ -264,61 +250,26 @@ class Session:
         """Save a checkpoint, or say why not and leave it to a later step."""
         self.lines.attempt(job.step, self.record.flush, now=now)
         with self.pace.pause("save"):
-            path = self.saves.attempt(job.step, lambda: self._checkpoint(job), now=now)
+            path = self.saves.attempt(job.step, lambda: self._write_checkpoint(job), now=now)
         yield from self._told()
         if path is not None:
             yield Saved(job.step, path)
 
-    def _checkpoint(self, job: Job) -> Path:
-        self.record.restore()
-        self.history.settle()  # a checkpoint that knows more than the log would never be found stale
-        state = {
-            **job.state(),
-            "identity": self.ground.identity,
-            **self.deadline.state(job.timeline, job.step),
-            "best": self.best if math.isfinite(self.best) else None,
-            "rollbacks": len(self.history.returns),
-            "recipe": settings.digest(self.recipe),
-            "tokenizer": self.ground.tokenizer.digest,
-        }
-        path = self.store.save(job.step, tensors=job.tensors(), documents={"state": state}, score=self.score)
-        self.record.gone = False
-        if self._best_of_all():
-            self.kept = self.best
-        return path
-
-    def _best_of_all(self) -> bool:
-        """Whether this very step has a lower validation loss than every checkpoint."""
-        return self.score is not None and self.score < self.kept
+    def _write_checkpoint(self, job: Job) -> Path:
+        return self.checkpoints.save(job, self.deadline, self.record)
 
     def _resume(self) -> Generator[Event, None, Job]:
         """The job as it was at the newest whole checkpoint, or at the beginning if there is none."""
-        self.history.read()
-        self.history.settle()
-        found = self.store.newest(say=self.notes.append)
+        found = self.checkpoints.find(self.notes.append)
         yield from self._told()
-        if found is None and has_model(self.folder):
-            raise CheckpointError(f"{self.folder} has a model but no checkpoint to go on from; start a new run")
-        if found is not None:
-            if format.document(found.path, "state").get("identity") != self.ground.identity:
-                raise CheckpointError(
-                    f"{found.path} is a checkpoint for another configuration; move it out of {self.folder}"
-                )
-            asked = self.recipe.budget.steps
-            if asked and asked < found.step:
-                raise CheckpointError(
-                    f"budget.steps: {self.folder} has reached step {found.step} already, and {asked} is less; "
-                    f"set budget.steps={found.step} or more"
-                )
-            if changed := changed_sources(self.ground.shards):
-                raise CheckpointError(f"{changed[0]} has changed since the run began; restore it, or start a new run")
-        require_fit(self.recipe, length=self.ground.longest)
+        self.checkpoints.check(found)
+        require_fit(self.recipe, length=self.context.longest)
         with stage("model", self.notes.append, self.clock) as current:
-            job = prepare.job(self.ground, self.recipe.budget.timeline, begin=found is None)
+            job = build_job(self.context, self.recipe.budget.timeline, begin=found is None)
             current.detail = f"{self.recipe.model.parameters():,} parameters"
         yield from self._told()
         self.deadline.take_up(job.timeline)
-        self.home.describe()
+        self.run_folder.describe()
         self._load(job, found)
         self.record.flush()
         if found is not None:
@@ -327,45 +278,22 @@ class Session:
         return job
 
     def _load(self, job: Job, found: Checkpoint | None, fresh: Job | None = None) -> None:
-        """Take up the state of a checkpoint or of a fresh job, with all that is known about it by now."""
-        self.best = self.kept = math.inf
-        if found is not None:
-            self._take_up(job, found)
-        elif fresh is not None:
-            sections = fresh.tensors()
-            job.load(lambda section: sections[section], 0, fresh.state())
-        job.skipped = self.history.spans(job.skipped)
-        job.guard = FiniteGuard(self.recipe.nonfinite, job.model.device)
+        """Load a checkpoint or a fresh job, and bring the logs and the detector back to its step."""
+        self.checkpoints.load(job, found, self.deadline, fresh)
         self.known.clear()
         self.pace.go_back()
         self.record.cut(job.step)
         self.trend = Trend(self.recipe.evaluate.patience, self.record.metrics.rows())
-        self.detector = self._detector()
+        self.detector = self.checkpoints.detector()
         for step, loss, norm in replay(self.record.metrics.rows()):
             self.detector.see(step, loss, norm)
-
-    def _take_up(self, job: Job, found: Checkpoint) -> None:
-        """Fill a job from a checkpoint; one with whole files that do not say what a checkpoint says is refused."""
-        state = format.document(found.path, "state")
-        try:
-            job.load(lambda section: format.tensors(found.path, section), found.step, state)
-            self.best = self.kept = math.inf if state["best"] is None else float(state["best"])
-            self.deadline.resume(job.timeline, job.step, state)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{found.path} does not hold the state of this run ({type(error).__name__}: "
-                f"{printable(str(error), 100)}); move it out of {self.store.folder} to go on from another one"
-            ) from error
-
-    def _detector(self) -> Detector:
-        return Detector(self.options, clip=self.recipe.clip, nonfinite=self.recipe.nonfinite == "rollback")
 
     def _go_back(self, job: Job, alarm: Alarm) -> Iterator[Event]:
         """Answer an alarm: the log first, then the checkpoints that it gives up, then the weights."""
         at = job.step
         entry, found = self.history.decide(alarm, job.skipped, self.notes.append)
         # its start may be gone: then nothing has been given up yet
-        fresh = prepare.beginning(self.ground, job.timeline) if found is None else None
+        fresh = build_initial_job(self.context, job.timeline) if found is None else None
         self.history.add(entry)
         self.lines.attempt(at, self.record.flush, now=True)
         with contextlib.suppress(OSError):  # what is left is settled before the next checkpoint
@@ -375,8 +303,9 @@ class Session:
         self.notes.append(entry.told())
         yield from self._told()
         if entry.action == "stop":
+            attempts = self.checkpoints.options.attempts
             raise Diverged(
-                f"the run keeps failing near step {entry.step} ({entry.why}): {self.options.attempts} rollbacks did "
+                f"the run keeps failing near step {entry.step} ({entry.why}): {attempts} rollbacks did "
                 f"not help; it is back at step {entry.to}, go on with `trivium train {self.folder} optim.rate=...` and "
                 f"a rate below {self.recipe.optim.rate:g}"
             )
@@ -413,20 +342,10 @@ class Session:
         self.lines.over(job.step)
         self.history.settle()
         if self.saves.trouble is not None or self.record.gone:
-            self._checkpoint(job)
+            self._write_checkpoint(job)
             self.saves.over(job.step)
-        step, tensors = job.step, None
-        if self.recipe.checkpoint.use == "best":
-            best = self.store.best(say=self.notes.append)
-            if best is not None and best.step != step:
-                step, tensors = best.step, bundle.weights_in(best.path, best.manifest)
-                self.notes.append(f"the model is that of step {step}, where the validation loss was lowest")
-        scores = [r for r in self.record.metrics.rows() if r.get("kind") == "valid" and r["step"] == step]
-        origin = {"run": self.recipe.name, "step": step, "valid": scores[-1] if scores else None}
-        origin = {**prepare.start_notes(self.folder), **origin}
-        weights = job.weights_for_use() if tensors is None else tensors
-        bundle.save(self.folder, self.recipe.model, weights, self.ground.tokenizer, origin)
-        self.home.describe(repeatable(self.recipe, job.timeline, self.deadline.validations))
+        self.checkpoints.write_model(job, self.record.metrics.rows(), self.notes.append)
+        self.run_folder.describe(repeatable(self.recipe, job.timeline, self.deadline.validations))
         write_atomic(self.folder / "report.html", report.page(self.folder).encode())
 
 

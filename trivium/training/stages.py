@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+Say = Callable[[str], None]
+Tick = Callable[[str, int, int], None]  # what is being done, how far, of how much
+
 _SHORT = 0.05  # seconds: a stage that took less is not worth a line
 
 
@@ -16,7 +19,7 @@ class Stage:
 
 
 @contextlib.contextmanager
-def stage(what: str, say: Callable[[str], None], clock: Callable[[], float]) -> Iterator[Stage]:
+def stage(what: str, say: Say, clock: Callable[[], float]) -> Iterator[Stage]:
     """Say how long the work inside took, unless it failed."""
     before, current = clock(), Stage()
     yield current

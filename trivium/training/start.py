@@ -8,6 +8,7 @@ is a start as it is.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from trivium.checkpoints.model_files import TOKENIZER as TOKENIZER_FILE
 from trivium.checkpoints.model_files import WEIGHTS, has_model, home_of
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError, shown
+from trivium.files import read_inside
 from trivium.interop.foreign import Foreign
 from trivium.interop.load import is_foreign, open_foreign
 from trivium.models.config import ModelConfig
@@ -35,6 +37,9 @@ from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training.job import Job
 from trivium.training.recipe import MODEL, TOKENIZER, Recipe
+
+NOTES = "start.json"  # in a run's folder: what the finished model keeps of the one that it began with
+_LARGEST = 1 << 20  # bytes of that file
 
 
 class Origin(NamedTuple):
@@ -99,6 +104,15 @@ def notes(recipe: Recipe) -> dict[str, Any]:
         return {}
     found = _described(Path(recipe.start)).notes
     return {name: found[name] for name in ("chat_template", "ids", "labels", "sentences") if name in found}
+
+
+def saved_notes(folder: Path) -> dict[str, Any]:
+    """The `notes` that a run saved when it was created; none if its file cannot be read."""
+    try:
+        found = json.loads(read_inside(folder, NOTES, _LARGEST))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def with_specials(recipe: Recipe, tokenizer: Tokenizer, *, say: Callable[[str], None]) -> Recipe:

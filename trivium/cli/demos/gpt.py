@@ -14,7 +14,7 @@ from trivium.cli.demos.assets import text_of
 from trivium.cli.demos.bert import TEST, TRAIN
 from trivium.evaluation.likelihood import score_text
 from trivium.files import write_atomic
-from trivium.training.metrics import Journal, rows
+from trivium.training.metrics import JsonLines, rows
 
 PROMPT = "ROMEO:\n"
 SEED, SPEECHES, LINES = 0, 3, 2
@@ -77,7 +77,7 @@ def _score(model: api.Model, folder: Path) -> None:
         "bits_per_byte": score.bits_per_byte,
         "stride": score.stride,
     }
-    journal = Journal(folder / "metrics.jsonl")
+    journal = JsonLines(folder / "metrics.jsonl")
     journal.write([row])
     journal.close()
     write_atomic(folder / "report.html", report.page(folder).encode())
