@@ -29,6 +29,7 @@ from trivium.errors import LONGEST, ConfigError, DataError, FileError, TriviumEr
 from trivium.interop.fields import Fields
 from trivium.interop.load import open_foreign
 from trivium.text.tokenizer import open_tokenizer
+from trivium.training.machine import Gpu, Machine
 from trivium.training.recipe import Recipe
 
 __all__ = ["invoke"]
@@ -92,6 +93,26 @@ def test_a_key_or_value_of_a_recipe(tmp_path: Path, name: str) -> None:
         bounded(lambda pair=pair: load(Recipe, assignments([pair, "name=a.b/c"])))  # type: ignore[misc]
     for key in (name, f"model.{name}"):
         bounded(lambda key=key: load(Recipe, overrides({key: name})))  # type: ignore[misc]
+
+
+DEVICES = ["9" * 5000, "9" * 30, "128", "100", "00", "٣", "²", "-1", "+0", "0x0", "0 ", ""]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("number", DEVICES, ids=range(len(DEVICES)))
+def test_the_number_of_a_device(kind: str, number: str, model: Path, tmp_path: Path, invoke: Call) -> None:
+    name = f"{kind}:{number}"
+    calls: list[Callable[[], object]] = [
+        lambda: api.load(model, device=name),
+        lambda: api.build("gpt-mini", vocab=10, device=name),
+        lambda: api.train(folders.recipe(tmp_path), overrides={"device": name}),
+        lambda: Machine(gpus=(Gpu("one", (8, 0)),), mps=True).device(name),
+    ]
+    for call in calls:
+        assert bounded(call).startswith("device: ")
+    told = invoke("generate", model, "a", "--device", name)
+    assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
+    check(told.err.strip())
 
 
 def test_many_problems_are_counted_and_not_all_told(tmp_path: Path) -> None:
