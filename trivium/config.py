@@ -392,13 +392,19 @@ def _nearest(name: object, names: Iterable[Any]) -> str:
 def outside(*values: object) -> list[type[Any]]:
     """The classes of other packages that stand as parts somewhere in options or in tables of them."""
     found: dict[type[Any], None] = {}
-    for value in values:
+    seen: dict[int, object] = {}  # a loop over what is left: tables may be nested deep, or hold themselves
+    left = list(reversed(values))
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             if not type(value).__module__.startswith("trivium."):
                 found[type(value)] = None
-            found |= dict.fromkeys(outside(*(getattr(value, field.name) for field in dataclasses.fields(value))))
+            left += [getattr(value, field.name) for field in reversed(dataclasses.fields(value))]
         elif isinstance(value, Mapping):
-            found |= dict.fromkeys(outside(*value.values()))
+            left += reversed(list(value.values()))
     return list(found)
 
 

@@ -152,6 +152,18 @@ def test_deep_and_large_values_of_a_recipe(tmp_path: Path, text: str) -> None:
     bounded(lambda: load(Recipe, assignments(pairs)))
 
 
+@pytest.mark.parametrize("key", ["model", "optim", "model.decoder.block.norm", "data.paths", "name", "x"])
+def test_deep_overrides_from_python(key: str) -> None:
+    deep: dict[str, Any] = {"a": 1}
+    for _ in range(3_000):
+        deep = {"a": deep}
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    for value in (deep, endless):
+        told = bounded(lambda value=value: api.train(Recipe(), overrides={key: value}, quiet=True))  # type: ignore[misc]
+        assert key in told
+
+
 LENGTHY = {
     "a long number": "seed = 0x" + "f" * 400_000,
     "a text that does not end": 'name = "' + '\\"' * 200_000,
