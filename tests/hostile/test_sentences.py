@@ -347,7 +347,19 @@ def test_a_full_disk_before_there_is_a_run_names_a_file_of_it(
     assert not (tmp_path / "runs").exists()
 
 
+class Unshown:
+    def __repr__(self) -> str:
+        raise KeyError("x")
+
+
+class Wrongly:
+    def __repr__(self) -> str:
+        return 5  # type: ignore[return-value]
+
+
 def test_the_helpers_that_cut() -> None:
+    assert shown(Unshown()) == "a Unshown"
+    assert shown([Wrongly()]) == "a list"
     assert shown("short") == "'short'"
     assert shown(LONG) == f"'{'x' * 76}..."
     assert shown(10**5000) == "a long int"
