@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "trivium"
 ROWS = (
-    ("errors", "labels", "layers", "suggest", "threads", "config_write"),  # needs nothing of the others
+    ("errors", "labels", "layers", "outside", "suggest", "threads", "config_write"),  # needs nothing of the others
     ("files",),  # bounded reads, for those below
     ("records",),
     ("config_read",),

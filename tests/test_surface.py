@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import trivium as tv
 from trivium.errors import BusyError, CheckpointError, ConfigError, DataError, RequestError
@@ -116,6 +118,61 @@ def test_a_recipe_in_python_takes_what_a_file_may_say(settings: dict[str, Any]) 
         tv.build("gpt-mini", width="wide")
     with pytest.raises(RequestError, match="prompt: 5 is not a text"):
         Model(tv.build("gpt-mini", width=16, vocab=257), Bytes().build([]), {}).generate(5)  # type: ignore[call-overload]
+
+
+class Odd:
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+@dataclass(frozen=True)
+class Half:
+    """Some of an optimizer's options."""
+
+    rate: float = 0.1
+
+    def build(self, model: nn.Module) -> None: ...
+
+
+@pytest.mark.parametrize("key", ["data", "budget", "model", "optim", "tokenizer", "spike", "schedule", "objective"])
+@pytest.mark.parametrize(
+    "value", [b"x", {1}, tv.Model, tv.Recipe, object(), Odd(), bytearray(3), torch.zeros(2), range(3), int, nn.ReLU()]
+)
+def test_a_recipe_in_python_refuses_what_is_no_part(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: expects a table of settings, not .+"):
+        tv.Recipe(**{key: value})
+    with pytest.raises(ConfigError, match=rf"^{key}: expects a table of settings, not .+"):
+        tv.train(tv.Recipe(), overrides={key: value}, quiet=True)
+
+
+def test_options_of_another_place_are_no_part() -> None:
+    with pytest.raises(ConfigError, match=r"^data: expects a table of settings, not Budget.*; set data\.paths$"):
+        tv.Recipe(data=tv.Recipe().budget)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^optim: Half has no states, which every part has here; add it$"):
+        tv.Recipe(optim=Half())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^model\.decoder\.block\.norm: Half has no cost, which every part has here"):
+        tv.train(tv.Recipe(), overrides={"model.decoder.block.norm": Half()}, quiet=True)
+    with pytest.raises(ConfigError, match=r"^variants: expects a table of named variants, not \{1\}$"):
+        Stack(variants={1})  # type: ignore[arg-type]
+
+
+def test_any_object_with_the_members_of_a_part_is_one() -> None:
+    class Flat:
+        def factor(self, step: float, total: int) -> float:
+            return 1.0
+
+    class Passed:
+        """One that hands every question on."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    flat, passed = Flat(), Passed(tv.Recipe().optim)
+    recipe = tv.Recipe(schedule=flat, optim=passed)
+    assert (recipe.schedule, recipe.optim) == (flat, passed)
 
 
 def test_a_cell_that_is_run_again_resumes_or_replaces(settings: dict[str, Any], tmp_path: Path) -> None:

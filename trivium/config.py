@@ -28,6 +28,8 @@ from trivium.config_write import kind_of as kind_of
 from trivium.config_write import write as write
 from trivium.errors import ConfigError, shown
 from trivium.layers import latest, only_path
+from trivium.outside import lacks
+from trivium.outside import outside as outside
 from trivium.suggest import Unknown, nearest, setting
 
 T = TypeVar("T")
@@ -148,8 +150,13 @@ def accept(instance: Any) -> None:
     for field in dataclasses.fields(instance):
         value, meta = getattr(instance, field.name), field.metadata
         part = "kinds" in meta or "presets" in meta or dataclasses.is_dataclass(hints[field.name])
-        if "base" in meta or (part and not isinstance(value, _PLAIN)):
-            continue  # a part, perhaps from outside the package
+        if "base" in meta:
+            if not isinstance(value, Mapping):
+                loader.variants((None, {}, meta), [value], field.name)
+            continue
+        if part and not isinstance(value, _PLAIN):
+            loader.part(hints[field.name], value, field.default, field.name)
+            continue
         found = loader.node(hints[field.name], meta, field.default, [value], field.name)
         if found is not _FAILED and found is not value:
             object.__setattr__(instance, field.name, found)  # frozen for everybody else
@@ -228,8 +235,7 @@ class _Loader:
                 if dataclasses.is_dataclass(layer) and not isinstance(layer, type):
                     base, tables, named = layer, [], None
                     continue
-                first = "".join(f"; set {key}.{name}" for name in _names(type(base))[:1])
-                return self.fail(key, f"expects a table of settings, not {_show(layer)}{first}")
+                return self.no_table(layer, base, key)
             table = dict(layer)
             if "" in table and short:
                 table[short] = table.pop("")
@@ -248,6 +254,19 @@ class _Loader:
                 return self.fail(key, f"there is no preset {_show(named)}{_nearest(named, meta['presets'])}")
             base = maker()
         return base, tables
+
+    def no_table(self, value: Any, base: Any, key: str) -> Any:
+        first = "".join(f"; set {key}.{name}" for name in _names(type(base))[:1])
+        return self.fail(key, f"expects a table of settings, not {_show(value)}{first}")
+
+    def part(self, hint: Any, value: Any, base: Any, key: str) -> None:
+        """Refuse an object that Python code puts into a place and that is no part for it."""
+        if missing := lacks(value, hint):
+            if len(missing) == len(lacks(object, hint)):  # nothing of a part
+                self.no_table(value, base, key)
+            else:
+                own = type(value).__name__
+                self.fail(key, f"{_cut(own)} has no {' and no '.join(missing)}, which every part has here; add it")
 
     def kind(self, table: Mapping[str, type[Any]], name: Any, key: str) -> Any:
         cls = (table.get(name) or self.parts.get(name)) if isinstance(name, str) else None
@@ -387,19 +406,6 @@ def _cut(key: str) -> str:
 
 def _nearest(name: object, names: Iterable[Any]) -> str:
     return nearest(name[:_KEY] if isinstance(name, str) else "", names)
-
-
-def outside(*values: object) -> list[type[Any]]:
-    """The classes of other packages that stand as parts somewhere in options or in tables of them."""
-    found: dict[type[Any], None] = {}
-    for value in values:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            if not type(value).__module__.startswith("trivium."):
-                found[type(value)] = None
-            found |= dict.fromkeys(outside(*(getattr(value, field.name) for field in dataclasses.fields(value))))
-        elif isinstance(value, Mapping):
-            found |= dict.fromkeys(outside(*value.values()))
-    return list(found)
 
 
 def unknown(what: str, name: str, names: Iterable[str]) -> ConfigError:

@@ -115,8 +115,10 @@ def shown(value: object, most: int = 80) -> str:
     """The repr of a value for a sentence, cut: a file may hold a name of any length or depth."""
     try:
         text = repr(value[: most + 1] if isinstance(value, str | bytes) else value)
-    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, or nested too deep
-        text = f"a long {type(value).__name__}" if isinstance(value, int) else f"a deep {type(value).__name__}"
+    except RecursionError:
+        text = f"a deep {type(value).__name__}"
+    except Exception:  # an integer of more than 4,300 digits, or a stranger's __repr__
+        text = f"a long {type(value).__name__}" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

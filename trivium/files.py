@@ -152,9 +152,13 @@ def exists_already(path: Path) -> str:
     """The sentence about a place that is taken: it names another one, and never asks for anything to be deleted."""
     path = path if path.name else path.absolute()
     base = Path("exported") / path.name if (path / "config.toml").exists() else path
-    names = (base.with_name(f"{base.stem}-{number}{base.suffix}") for number in itertools.count(2))
-    free = next(other for other in itertools.chain([base], names) if not os.path.lexists(other))
-    return f"{path} already exists and is not replaced; name another place, such as {free}"
+    return f"{path} already exists and is not replaced; name another place, such as {free_name(base)}"
+
+
+def free_name(path: Path) -> Path:
+    """A path like this one at which nothing is yet: with -2, -3 and so on at its end where it is taken."""
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return next(other for other in itertools.chain([path], names) if not os.path.lexists(other))
 
 
 def sha256(path: Path) -> str:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.checkpoints import bundle
-from trivium.checkpoints.model_files import has_model
+from trivium.checkpoints.model_files import require_place
 from trivium.errors import RequestError, shown, with_file_errors
 from trivium.evaluation.likelihood import Score, score_text
-from trivium.files import as_path, exists_already
+from trivium.files import as_path
 from trivium.generation import chat as conversation
 from trivium.generation import embed as vectors
 from trivium.generation.beam import Beam
@@ -371,10 +371,7 @@ class Model:
     def save(self, folder: str | Path) -> Path:
         """Write `model.safetensors`, `model.json` and `tokenizer.json`; `tv.load` opens the folder again."""
         path = as_path(folder)
-        if path.exists() and not path.is_dir():
-            raise RequestError(f"{path} is a file; name a folder to save the model in")
-        if (path / "config.json").exists() and not has_model(path):  # a model of another program
-            raise RequestError(exists_already(path))
+        require_place(path)
         bundle.save(path, self.config, weights(self.module), self.tokenizer, self.notes)
         return path
 

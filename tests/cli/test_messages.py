@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from tests.cli.test_cli import RECIPE
 from tests.generation import tiny
 from trivium import api
 from trivium.checkpoints import format
-from trivium.cli.printing import quoted
+from trivium.cli.printing import quoted, standard_input
 from trivium.cli.render import LiveWatcher, PlainWatcher
-from trivium.errors import file_error, final_name
+from trivium.errors import LONGEST, RequestError, file_error, final_name
 from trivium.planner import memory
+
+LONG = "x\x1b\n" * 30_000
 
 
 @pytest.fixture
@@ -117,6 +121,60 @@ def test_a_candidate_that_nobody_could_see_is_in_quotes(call: Call) -> None:
 def test_usage_lines_have_single_brackets(call: Call) -> None:
     for verb in ("train", "config", "generate", "demo"):
         assert "[[" not in call(verb, "--help").out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [LONG],
+        ["data", LONG],
+        ["presets", LONG],
+        ["presets", *LONG],
+        ["generate", "m", f"--{LONG}"],
+        ["generate", "m", "x", "--top-k", LONG],
+        ["config", "x.toml", f"--runs={LONG}", f"-{LONG}"],
+    ],
+    ids=range(7),
+)
+def test_a_wrong_command_is_not_repeated_at_length(call: Call, arguments: list[str]) -> None:
+    outcome = call(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert all(len(line) <= LONGEST + len("Error: ") for line in outcome.err.splitlines())
+    assert len(outcome.err.splitlines()) <= 4
+    assert outcome.err.startswith("Usage: ")
+    assert "Error: " in outcome.err
+
+
+def test_help_where_nothing_was_typed_is_whole(call: Call) -> None:
+    outcome = call()
+    assert outcome.code == 2
+    assert len(outcome.err) > LONGEST
+    assert outcome.err == call("--help").out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [["presets"], ["presets", "--json"], ["--version"], ["--help"]])
+def test_standard_output_that_is_full_is_named(
+    call: Call, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.suppress(OSError), Path("/dev/full").open("w") as full:  # closing it fails again
+        monkeypatch.setattr(sys, "stdout", full)
+        outcome = call(*arguments)
+    assert outcome.code == 2
+    assert outcome.err == "error: standard output: No space left on device; make room, or name another place\n"
+
+
+def test_standard_input_that_is_closed_or_broken_is_named(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Broken()))
+    with pytest.raises(OSError, match="standard input"):
+        standard_input()
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(RequestError, match="standard input is closed; pipe a text in"):
+        standard_input()
 
 
 def test_what_takes_long_is_named_by_what_is_done(tmp_path: Path) -> None:

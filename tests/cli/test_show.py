@@ -13,6 +13,7 @@ import pytest
 from tests.cli.conftest import Call, refused
 from tests.evaluation import corpora
 from tests.generation import tiny
+from tests.hostile import folders
 from trivium import api, records
 from trivium.cli.render import PlainWatcher
 from trivium.errors import RequestError
@@ -152,3 +153,34 @@ def test_a_published_model_is_not_saved_over(home: Path) -> None:
     assert (home / "made" / "model.safetensors").read_bytes() == before
     with pytest.raises(RequestError, match="'' is not a path"):
         m.save("")
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step-00000004", "data", "results/new"])
+def test_a_run_and_its_parts_are_not_saved_over(home: Path, place: str) -> None:
+    run = folders.run(home / "trained", finished=False)
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    m = api.Model(tiny.model("llama-mini", tiny.BYTES, spread=0.5), tiny.BYTES, {})
+    said = "already exists and is not replaced" if not place else f"is a part of the run {run.name}; name a place out"
+    (home / "link").symlink_to(run / place)
+    for folder in (run / place, home / "link"):
+        with pytest.raises(RequestError, match=said):
+            m.save(folder)
+    (home / "elsewhere").mkdir()
+    (run / "checkpoints" / "step-00000004").rename(home / "elsewhere" / "step")
+    with pytest.raises(RequestError, match="already exists"):
+        m.save(home / "elsewhere" / "step")
+    (home / "elsewhere" / "step").rename(run / "checkpoints" / "step-00000004")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_only_a_saved_model_is_saved_over(home: Path, name: str) -> None:
+    m = api.Model(tiny.model("llama-mini", tiny.BYTES, spread=0.5), tiny.BYTES, {})
+    theirs = home / "theirs" / name
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"theirs")
+    (home / "config.toml").touch()  # a project's, not a run's
+    with pytest.raises(RequestError, match="already exists and is not replaced"):
+        m.save(home / "theirs")
+    assert theirs.read_bytes() == b"theirs"
+    assert m.save(home / "mine") == m.save(home / "mine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.generation import tiny
 from tests.oracle.copying import enliven
@@ -63,6 +65,39 @@ def test_segments_are_read_and_zero_where_none_are_given() -> None:
 def test_other_numbers_are_refused_in_a_sentence(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         logits_of(BERT, [[1, 2, 3]], None, **{"segments": None, "padding": None, **given})
+
+
+ONES = torch.ones(1, 3, dtype=torch.long)
+STRANGE: dict[str, Callable[[], Tensor]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([1])]),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(1, 3), 1.0, 0, torch.quint8),
+    "bits": lambda: ONES.to(torch.uint8).view(torch.bits8),
+    "four bits": lambda: torch.empty(1, 3, dtype=torch.uint4),  # type: ignore[attr-defined]
+    "sparse": ONES.to_sparse,
+    "sparse rows": ONES.to_sparse_csr,
+    "float8": lambda: ONES.to(torch.float8_e4m3fn),
+    "complex": lambda: ONES.to(torch.complex64),
+    "mkldnn": ONES.float().to_mkldnn,
+    "meta": lambda: ONES.to("meta"),
+    "too large": lambda: torch.tensor([[2**63, 1, 1]], dtype=torch.uint64),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR", "ignore:.*quantize_per")
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("place", ["ids", "target", "padding", "segments"])
+def test_tensors_of_every_kind_are_refused_in_a_sentence(kind: str, place: str) -> None:
+    given: dict[str, Any] = {"ids": ONES, "target": None, "segments": None, "padding": None, place: STRANGE[kind]()}
+    with pytest.raises(RequestError, match=r"^(padding|segments): |^logits takes ids as whole|outside the model's"):
+        logits_of(T5 if place == "target" else BERT, given.pop("ids"), given.pop("target"), **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int32])
+def test_whole_numbers_of_every_size_are_read(dtype: torch.dtype) -> None:
+    real = torch.tensor(REAL)
+    expected = logits_of(BERT, IDS, None, segments=real, padding=real)
+    given = real.to(dtype)
+    assert torch.equal(logits_of(BERT, IDS.to(dtype), None, segments=given, padding=given), expected)
 
 
 def test_a_model_without_segments_says_so() -> None:

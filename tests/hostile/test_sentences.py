@@ -29,6 +29,7 @@ from trivium.errors import LONGEST, ConfigError, DataError, FileError, TriviumEr
 from trivium.interop.fields import Fields
 from trivium.interop.load import open_foreign
 from trivium.text.tokenizer import open_tokenizer
+from trivium.training.machine import Gpu, Machine
 from trivium.training.recipe import Recipe
 
 __all__ = ["invoke"]
@@ -94,6 +95,26 @@ def test_a_key_or_value_of_a_recipe(tmp_path: Path, name: str) -> None:
         bounded(lambda key=key: load(Recipe, overrides({key: name})))  # type: ignore[misc]
 
 
+DEVICES = ["9" * 5000, "9" * 30, "128", "100", "00", "٣", "²", "-1", "+0", "0x0", "0 ", ""]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("number", DEVICES, ids=range(len(DEVICES)))
+def test_the_number_of_a_device(kind: str, number: str, model: Path, tmp_path: Path, invoke: Call) -> None:
+    name = f"{kind}:{number}"
+    calls: list[Callable[[], object]] = [
+        lambda: api.load(model, device=name),
+        lambda: api.build("gpt-mini", vocab=10, device=name),
+        lambda: api.train(folders.recipe(tmp_path), overrides={"device": name}),
+        lambda: Machine(gpus=(Gpu("one", (8, 0)),), mps=True).device(name),
+    ]
+    for call in calls:
+        assert bounded(call).startswith("device: ")
+    told = invoke("generate", model, "a", "--device", name)
+    assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
+    check(told.err.strip())
+
+
 def test_many_problems_are_counted_and_not_all_told(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("".join(f"key{number} = 1\n" for number in range(5_000)))
@@ -129,6 +150,18 @@ def test_deep_and_large_values_of_a_recipe(tmp_path: Path, text: str) -> None:
     bounded(lambda: load(Recipe, read(path)))
     pairs = [line.replace(" = ", "=") for line in text.split("\n") if not line.startswith("[")]
     bounded(lambda: load(Recipe, assignments(pairs)))
+
+
+@pytest.mark.parametrize("key", ["model", "optim", "model.decoder.block.norm", "data.paths", "name", "x"])
+def test_deep_overrides_from_python(key: str) -> None:
+    deep: dict[str, Any] = {"a": 1}
+    for _ in range(3_000):
+        deep = {"a": deep}
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    for value in (deep, endless):
+        told = bounded(lambda value=value: api.train(Recipe(), overrides={key: value}, quiet=True))  # type: ignore[misc]
+        assert key in told
 
 
 LENGTHY = {
@@ -314,7 +347,19 @@ def test_a_full_disk_before_there_is_a_run_names_a_file_of_it(
     assert not (tmp_path / "runs").exists()
 
 
+class Unshown:
+    def __repr__(self) -> str:
+        raise KeyError("x")
+
+
+class Wrongly:
+    def __repr__(self) -> str:
+        return 5  # type: ignore[return-value]
+
+
 def test_the_helpers_that_cut() -> None:
+    assert shown(Unshown()) == "a Unshown"
+    assert shown([Wrongly()]) == "a list"
     assert shown("short") == "'short'"
     assert shown(LONG) == f"'{'x' * 76}..."
     assert shown(10**5000) == "a long int"

@@ -349,11 +349,11 @@ def test_an_export_is_read_back_and_scored_before_and_after(bits: int, tmp_path:
     assert open_bundle(tmp_path / "out").notes == {"run": "x"}
 
 
-@pytest.mark.parametrize("name", [bundle.CARD, "config.toml"])
+@pytest.mark.parametrize("name", [bundle.CARD, "config.toml", "config.json", "manifest.json", bundle.WEIGHTS])
 def test_an_export_never_takes_the_place_of_a_model(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("kept")
     model = lively(SOME[0].config)
     with pytest.raises(RequestError, match="already exists and is not replaced; name another place"):
-        export_bits(Bundle(model, Bytes().build([]), {}), tmp_path, 8, score=lambda module: 0.0)
+        export_bits(Bundle(model, Bytes().build([]), {}), tmp_path, 8, score=lambda module: pytest.fail("scored"))
     assert bits_in(model) == 0
     assert [path.name for path in tmp_path.iterdir()] == [name]

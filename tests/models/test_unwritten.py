@@ -76,6 +76,10 @@ def one_by_one(weight: Tensor) -> None:
         nn.init.xavier_uniform_(expert)
 
 
+def set_to(target: Any, source: Tensor) -> Any:
+    return target.set_(source)
+
+
 def drawn(width: int) -> nn.Module:
     made = Experts(width, torch.zero_)
     made.up = nn.Parameter(torch.randn(EXPERTS, width, HIDDEN))
@@ -93,6 +97,14 @@ FILLED: dict[str, Callable[[int], nn.Module]] = {
         width, lambda weight: torch.exp(torch.zeros_like(weight), out=weight.detach())
     ),
     "by torch.randn": drawn,
+    "by torch.rand_like": lambda width: Experts(width, lambda weight: weight.copy_(torch.rand_like(weight))),
+    "and then scaled": lambda width: Experts(width, lambda weight: weight.uniform_().mul_(0.1).clamp_(max=0.05)),
+    "beside nothing": lambda width: Experts(
+        width, lambda weight: weight.copy_(torch.cat([torch.empty(0, *weight.shape[1:]), torch.ones_like(weight)]))
+    ),
+    "in memory that shrinks": lambda width: Experts(
+        width, lambda weight: set_to(weight, torch.zeros(10_000).resize_(weight.shape))
+    ),
     "as a table": lambda width: Declared(width, lambda weight: None),
     "layers of torch": Borrowed,
 }
@@ -106,6 +118,39 @@ def test_a_parameter_that_nobody_fills_is_refused_by_name(device: str) -> None:
     )
     with pytest.raises(ConfigError, match=words):
         tv.build(config(lambda width: Experts(width, lambda weight: None)), device=device)
+
+
+COMPUTED: dict[str, Callable[..., Tensor]] = {
+    "scaled": lambda *shape: torch.empty(shape) * 0.02,
+    "scaled in place": lambda *shape: torch.empty(shape).mul_(0.02),
+    "a legacy tensor": lambda *shape: torch.Tensor(*shape),
+    "a clone": lambda *shape: torch.empty(shape).clone(),
+    "in bf16": lambda *shape: torch.empty(shape).to(torch.bfloat16),
+    "in bf16 and back": lambda *shape: torch.empty(shape).bfloat16().float(),
+    "expanded": lambda *shape: torch.empty(1, *shape[1:]).expand(shape).contiguous(),
+    "stacked": lambda *shape: torch.stack([torch.zeros(shape[1:]), *torch.empty(shape[0] - 1, *shape[1:])]),
+    "one of several": lambda *shape: torch.empty(shape).max(0, keepdim=True)[0].repeat(shape[0], 1, 1),
+    "copied": lambda *shape: torch.zeros(shape).copy_(torch.empty(shape)),
+    "written into an output": lambda *shape: torch.exp(torch.empty(shape), out=torch.zeros(shape)),
+    "added": lambda *shape: torch.ones(shape).add_(torch.empty(shape)),
+    "grown": lambda *shape: torch.zeros(1).resize_(shape),
+    "grown like another": lambda *shape: torch.zeros(1).resize_as_(torch.ones(shape)),
+    "the memory of another": lambda *shape: set_to(torch.zeros(1), torch.empty(shape)),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("way", COMPUTED)
+def test_what_is_computed_from_it_is_refused_too(way: str, device: str) -> None:
+    class Computed(Experts):
+        def __init__(self, width: int) -> None:
+            super().__init__(width, torch.zero_)
+            self.up = nn.Parameter(COMPUTED[way](EXPERTS, width, HIDDEN))
+
+    with pytest.raises(
+        ConfigError, match=r"nobody fills the parameter decoder\.blocks\.0\.feedforward\.up \[3, 16, 8\]"
+    ):
+        build(config(Computed), device=device)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

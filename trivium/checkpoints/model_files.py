@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from trivium.errors import CheckpointError
-from trivium.files import Lock, remove, sync_folder, temporary
+from trivium.errors import CheckpointError, RequestError
+from trivium.files import Lock, exists_already, free_name, remove, sync_folder, temporary
+from trivium.records import ABOUT, CONFIG, MANIFEST, METRICS
 
 WEIGHTS, CARD, TOKENIZER = "model.safetensors", "model.json", "tokenizer.json"
 COMMITTED = ".new-model"
@@ -50,6 +51,22 @@ def require_there(path: Path) -> None:
 def is_vacant(folder: Path) -> bool:
     """Whether a folder is absent, empty, or holds only what a killed save left before its commit."""
     return not folder.exists() or (folder.is_dir() and all(map(_is_leftover, folder.iterdir())))
+
+
+def require_place(folder: Path) -> None:
+    """Refuse to save a model over anything but a saved model: a file, another program's model, a run or its parts."""
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"{folder} is a file; name a folder to save the model in")
+    if (folder / CONFIG).exists():
+        raise RequestError(exists_already(folder))
+    for home in folder.resolve().parents:
+        # others have a config.toml too: a project in which models are saved is no run
+        if (home / CONFIG).is_file() and any((home / name).exists() for name in (ABOUT, METRICS)):
+            free = free_name(Path("exported") / home.name)
+            raise RequestError(f"{folder} is a part of the run {home.name}; name a place outside of it, such as {free}")
+    theirs = (MANIFEST,) if has_model(folder) else (MANIFEST, "config.json", *_ORDER)
+    if any((folder / name).exists() for name in theirs):
+        raise RequestError(exists_already(folder))
 
 
 def identity(folder: Path) -> list[tuple[Path, int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ DataDir = Annotated[
     Path | None, typer.Option(help="Where the recipe's data lies, if not in the current folder.", metavar="FOLDER")
 ]
 RUNS = Path("runs")
+_ClickError: Any = typer.BadParameter.__mro__[2]  # ClickException, wherever this version of typer has it
 _DEEPEST = 4  # tables inside each other
 _WIDEST = 80  # characters of a note
 
@@ -233,11 +235,21 @@ def main() -> None:
     debug = "--debug" in sys.argv[1:]
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        app()
+        code = app(standalone_mode=False)  # else typer prints its own errors, which may be of any length
+        sys.exit(code if isinstance(code, int) else 0)
+    except _ClickError as error:
+        ctx = getattr(error, "ctx", None)
+        if ctx is None or error.message != ctx.get_help():  # which is shown where nothing was typed
+            error.message = printable(error.message)
+        error.show()
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        print("Aborted!", file=sys.stderr)
+        sys.exit(1)
     except OSError as error:  # no space, no permission: the file or folder is named, and nothing is half-written
         if debug:
             raise
-        print(f"error: {file_error(error)}", file=sys.stderr)
+        print(f"error: {file_error(error, _unnamed(error))}", file=sys.stderr)
         sys.exit(FileError.exit_code)
     except TriviumError as error:
         if debug:
@@ -247,3 +259,10 @@ def main() -> None:
         for line in lines:
             print(f"{word}{line}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _unnamed(error: OSError) -> str:
+    """What an error that names no file is about: commands print, and leave the writing of files to others."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__", ""))
+    return "standard output" if module.startswith(("typer.", "click.", "trivium.cli.")) else ""

@@ -8,12 +8,14 @@ import select
 import stat
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from trivium import records
 from trivium.errors import RequestError
+from trivium.files import naming
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
@@ -34,8 +36,11 @@ def is_waiting() -> bool:
 
 def standard_input() -> str:
     """Everything that was piped in, as text."""
+    if sys.stdin is None:  # closed by whoever called
+        raise RequestError("standard input is closed; pipe a text in, or give it as an argument")
     try:
-        return sys.stdin.buffer.read().decode()
+        with naming(Path("standard input")):
+            return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is not UTF-8 text (byte {error.start})") from None
 

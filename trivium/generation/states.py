@@ -94,6 +94,11 @@ def _states(model: Transformer, tokens_BT: Tensor, real_BT: Tensor | None) -> Te
     return states.hidden
 
 
+_WHOLE = frozenset(
+    {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
+)
+_OTHERS = frozenset({torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
 Ids = Tensor | Sequence[Sequence[int]] | Sequence[int]
 
 
@@ -136,15 +141,21 @@ def _beside(name: str, given: Ids, ids: Tensor, most: int) -> Tensor:
         numbers = torch.as_tensor(given, device=ids.device)
     except (ValueError, TypeError, RuntimeError, OverflowError):
         raise RequestError(f"{name}: its rows are not equally long; its shape must be that of the ids") from None
+    meaning = "1 (or True) at the real ids and 0 at the padding" if name == "padding" else f"numbers from 0 to {most}"
+    if not _is_plain(numbers, _WHOLE | _OTHERS):
+        raise RequestError(f"{name}: give {meaning}")
     if numbers.shape != ids.shape:
         raise RequestError(f"{name}: its shape must be that of the ids, {list(ids.shape)}")
-    whole = numbers.long()
-    if not (whole == numbers).all() or not 0 <= int(whole.min()) <= int(whole.max()) <= most:
-        meaning = (
-            "1 (or True) at the real ids and 0 at the padding" if name == "padding" else f"numbers from 0 to {most}"
-        )
+    whole = numbers.long()  # one of 64 unsigned bits that is too large becomes negative
+    exact = numbers.dtype in _WHOLE or bool((whole == numbers).all())
+    if not exact or not 0 <= int(whole.min()) <= int(whole.max()) <= most:
         raise RequestError(f"{name}: give {meaning}")
     return whole
+
+
+def _is_plain(tensor: Tensor, dtypes: frozenset[torch.dtype]) -> bool:
+    """Whether torch computes with a tensor as usual: it is of one of these types and neither sparse nor nested."""
+    return not tensor.is_nested and tensor.layout == torch.strided and tensor.dtype in dtypes
 
 
 def _tensor(model: Transformer, ids: Ids) -> Tensor:
@@ -154,8 +165,7 @@ def _tensor(model: Transformer, ids: Ids) -> Tensor:
         raise RequestError("logits takes rows of ids that are equally long; pad them or ask one by one") from None
     except (RuntimeError, OverflowError):  # what no tensor can be made of, such as None
         raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one") from None
-    whole = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
-    if not whole or not tokens.numel() or tokens.ndim not in (1, 2) or tokens.layout != torch.strided:
+    if not _is_plain(tokens, _WHOLE) or not tokens.numel() or tokens.ndim not in (1, 2):
         raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one")
     tokens = tokens.long()  # one of 64 unsigned bits that is too large becomes negative
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.config.vocab:

@@ -10,7 +10,7 @@ import torch
 
 from trivium.checkpoints import bundle
 from trivium.checkpoints.bundle import Bundle
-from trivium.checkpoints.model_files import has_model
+from trivium.checkpoints.model_files import has_model, require_place
 from trivium.errors import RequestError
 from trivium.files import exists_already
 from trivium.interop.foreign import Tick
@@ -109,10 +109,9 @@ def export_bits(
 ) -> Export:
     """Quantise a model in place and save it; `score` (bits per byte, say) hears the floats and what was read back."""
     checked(bits)
-    if has_model(folder) or (folder / "config.toml").exists():
+    require_place(folder)
+    if has_model(folder):
         raise RequestError(exists_already(folder))
-    if folder.is_file():
-        raise RequestError(f"{folder} is a file; name a folder to save the model in")
     before = score(found.module)
     report = quantize(found.module, bits, tick=tick)
     bundle.save(folder, found.module.config, weights(found.module), found.tokenizer, found.notes)

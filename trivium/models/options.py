@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from trivium.config import fraction, place
+from trivium.config import accept, fraction, place
 from trivium.parts.options.attention import ATTENTIONS, Attention, MultiHead
 from trivium.parts.options.feedforward import FEEDFORWARDS, FeedForward, Mlp
 from trivium.parts.options.norms import NORMS, LayerNorm, Norm
@@ -51,6 +51,7 @@ class Block:
     lock: float = 0.0  # share of its features that a row loses in all of its places (Gal and Ghahramani)
 
     def __post_init__(self) -> None:
+        accept(self)
         fraction("dropout", self.dropout)
         fraction("lock", self.lock)
 
@@ -88,6 +89,7 @@ class Parallel:
     dropout: float = 0.0  # of each sub-layer's output
 
     def __post_init__(self) -> None:
+        accept(self)
         fraction("dropout", self.dropout)
 
     @property

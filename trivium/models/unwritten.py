@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,24 +14,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trivium.errors import ConfigError
 
 _EMPTY = ("aten::empty", "aten::new_empty")  # how the names of all operators begin that make memory without values
+_INPLACE, _VIEW = torch.Tag.inplace, torch.Tag.inplace_view
+_POINTWISE, _SEEDED = torch.Tag.pointwise, torch.Tag.nondeterministic_seeded
 _IS_META: Any = Tensor.is_meta
 
 
 class Unwritten:
     """The memory that was made without values, until something writes into it.
 
-    A write into a part of it counts: experts may be filled one after another.
+    A write into a part of it counts: experts may be filled one after another. What is computed from it has no values
+    either.
     """
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive: an address stands for one storage only
 
+    def __bool__(self) -> bool:
+        return bool(self._storages)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        storage = _storage(tensor)
+        return storage is not None and storage._cdata in self._storages and tensor.numel() > 0
+
     def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = storage
+        if (storage := _storage(tensor)) is not None:
+            self._storages[storage._cdata] = storage
 
     def remove(self, tensor: Tensor) -> None:
-        self._storages.pop(tensor.untyped_storage()._cdata, None)
+        if (storage := _storage(tensor)) is not None:
+            self._storages.pop(storage._cdata, None)
 
     def refuse_in(self, model: nn.Module) -> None:
         """Refuse a model with a parameter that has no values."""
@@ -71,13 +82,42 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if _VIEW in func.tags:  # resize_, set_, t_: another look at memory, perhaps at more of it
+            return self._looked(func, args, kwargs)
+        result = func(*args, **kwargs)
         if func._schema.name.startswith(_EMPTY):
             self._unwritten.add(result)
         elif func._schema.is_mutable:
-            for tensor in _written(func, args, kwargs or {}):
-                self._unwritten.remove(tensor)
+            targets = list(_written(func, args, kwargs))
+            change = (
+                self._unwritten.add if self._reads_unwritten(func, args, kwargs, targets) else self._unwritten.remove
+            )
+            for tensor in targets:
+                change(tensor)
+        elif self._unwritten and _depends_on_values(func) and self._reads_unwritten(func, args, kwargs, ()):
+            for tensor in _tensors([result]):
+                self._unwritten.add(tensor)
         return result
+
+    def _looked(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        storage = _storage(args[0])
+        before = 0 if storage is None else storage.nbytes()
+        result = func(*args, **kwargs)
+        after = _storage(args[0])
+        if storage is not None and after is not None and after._cdata == storage._cdata and after.nbytes() > before:
+            self._unwritten.add(args[0])
+        return result
+
+    def _reads_unwritten(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Tensor]
+    ) -> bool:
+        """Whether a call reads memory without values; it reads its targets if it is `mul_` or the like."""
+        if not self._unwritten:
+            return False
+        own = () if _POINTWISE in func.tags and _INPLACE in func.tags else targets
+        given = _tensors([*args, *kwargs.values()])
+        return any(tensor in self._unwritten and not any(tensor is target for target in own) for tensor in given)
 
 
 class _Questions(TorchFunctionMode):
@@ -105,3 +145,26 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
         for tensor in given if isinstance(given, list | tuple) else [given]:
             if isinstance(tensor, Tensor):
                 yield tensor
+
+
+def _depends_on_values(func: Any) -> bool:
+    """Whether the values of a result come from those of the arguments: not of `zeros_like`, `new_ones`, `rand_like`."""
+    name = func._schema.name
+    return not name.endswith("_like") and not name.startswith("aten::new_") and _SEEDED not in func.tags
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments or results and in their lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor; None of a sparse one, whose values are tensors of their own."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -42,6 +42,12 @@ from trivium.text.wordpiece import learn_by_frequency, learn_by_likelihood
 WHITE_SPACE = " \t\n\r"  # splits words for every kind that splits them at more than the space
 _SMALLEST = 257  # 256 bytes and <|endoftext|>
 _LONGEST_WORD = 1000  # a longer run without white space teaches no merges: each one would walk through all of it
+
+
+class TokenizerOptions(Protocol):
+    """The options of a tokenizer."""
+
+    def build(self, texts: Iterable[str]) -> Tokenizer: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from trivium.errors import ConfigError, shown
 from trivium.training.recipe import Recipe
 
 _CPUINFO = Path("/proc/cpuinfo")
-_DEVICE = re.compile(r"(cpu|cuda|mps)(?::(\d+))?")
+_DEVICE = re.compile(r"(cpu|cuda|mps)(?::(0|[1-9][0-9]{0,8}))?")  # no digits that torch does not read
 _PER_CORE = 4  # threads: a run from a larger machine may go on here with its own number, for the same bits
 _MAJOR, _MINOR = 75, 76  # attributes of a GPU: its compute capability
 
@@ -48,10 +48,11 @@ class Machine(NamedTuple):
         if found is None:
             raise ConfigError(f"device: {shown(name)} is not a device; try auto, cpu, cuda or mps")
         kind, number = found[1], int(found[2] or 0)
-        if not {"cuda": bool(self.gpus), "mps": self.mps, "cpu": True}[kind]:
+        count = {"cuda": len(self.gpus), "mps": int(self.mps), "cpu": 1}[kind]
+        if not count:
             raise ConfigError(f"device: there is no {kind} here; try device=auto or device=cpu")
-        if kind == "cuda" and number >= len(self.gpus):
-            raise ConfigError(f"device: there is no {name} here, only {len(self.gpus)} of them; count from cuda:0")
+        if number >= count:
+            raise ConfigError(f"device: there is no {name} here, only {count} of them; count from {kind}:0")
         return kind, number
 
     def settle(self, recipe: Recipe, threads: int = 0) -> Recipe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from trivium.config import accept, at_least, explained, flat, kind_of, place, preset
 from trivium.data.config import DataConfig
@@ -15,7 +15,7 @@ from trivium.objectives.options import OBJECTIVES, Causal, Objective
 from trivium.optim.options import AVERAGES, OPTIMIZERS, AdamW, Averaging, NoAverage, Optim
 from trivium.optim.schedules import SCHEDULES, Cosine, Schedule
 from trivium.parts.options.output import NoOutput
-from trivium.text.kinds import TOKENIZERS, Bpe
+from trivium.text.kinds import TOKENIZERS, Bpe, TokenizerOptions
 from trivium.training.spikes import SPIKES, Rollback, Spikes
 from trivium.training.timeline import Knot, Timeline
 
@@ -172,7 +172,7 @@ class Recipe:
     start: str = ""
     start_optimizer: Literal["fresh", "keep"] = "fresh"  # keep: its moments too, as decaying from a flat phase needs
     model: ModelConfig = preset(PRESETS, MODEL)
-    tokenizer: Any = place(TOKENIZERS, TOKENIZER)
+    tokenizer: TokenizerOptions = place(TOKENIZERS, TOKENIZER)
     data: DataConfig = DataConfig()
     objective: Objective = place(OBJECTIVES, Causal())
     optim: Optim = place(OPTIMIZERS, AdamW())
