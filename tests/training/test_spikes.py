@@ -23,11 +23,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trivium.checkpoints.store import Store
 from trivium.config import load
 from trivium.errors import ConfigError
 from trivium.training.recipe import Recipe
-from trivium.training.rollback import History
 from trivium.training.spikes import Alarm, Detector, Rollback, past, position
 
 Make = Callable[..., Recipe]
@@ -234,18 +232,3 @@ def test_a_batch_starts_at_the_first_place_that_touches_no_skipped_row(
     rows_left_out = {row for span in skipped for row in range(*span)}
     clean = (at for at in itertools.count(cursor) if rows_left_out.isdisjoint(range(at, at + rows)))
     assert past(skipped, cursor, rows) == next(clean)
-
-
-def test_each_attempt_reaches_twice_as_far_before_the_spike(tmp_path: Path) -> None:
-    """By hand, in batches of 4 rows: 3, 6 and 12 steps before step 100, and behind all that was left out before."""
-    options = Rollback(patience=3, margin=30, attempts=3)
-    history = History(tmp_path, Store(tmp_path / "checkpoints"), options, 4)
-    alarm = Alarm(100, 101, "loss", "the loss was high")
-    spans = []
-    for _ in range(3):
-        entry, _found = history.decide(alarm, history.spans(), print)
-        history.add(entry)
-        assert entry.action == "skip"
-        spans.append(entry.rows)
-    assert spans == [(96 * 4, 101 * 4), (93 * 4, 106 * 4), (87 * 4, 114 * 4)]
-    assert history.decide(alarm, history.spans(), print)[0].action == "stop"
