@@ -36,6 +36,7 @@ class Mutant:
 
     function: str
     change: str
+    lines: range  # of its statement, or of the head of a compound one; none where it runs on import
     code: CodeType
 
 
@@ -72,7 +73,7 @@ def mutants(source: str, filename: str) -> Iterator[Mutant]:
             site.put(site.node)
             counts[site.function, change] += 1
             count = counts[site.function, change]
-            yield Mutant(site.function, change if count == 1 else f"{change} ({count})", code)
+            yield Mutant(site.function, change if count == 1 else f"{change} ({count})", _lines(site), code)
 
 
 def _sites(above: tuple[ast.AST, ...], function: str) -> Iterator[_Site]:
@@ -139,6 +140,15 @@ def _described(site: _Site, new: ast.AST) -> str:
         if isinstance(node, ast.stmt) or len(text) >= LEAST_TEXT:
             break
     return text
+
+
+def _lines(site: _Site) -> range:
+    """The lines of the statement around a node that run when its function is called."""
+    *outer, statement = [node for node in (*site.above, site.node) if isinstance(node, ast.stmt)]
+    if not any(isinstance(node, ast.FunctionDef) for node in outer):
+        return range(0)
+    body = getattr(statement, "body", None)
+    return range(statement.lineno, body[0].lineno if body else (statement.end_lineno or 0) + 1)
 
 
 def _text(node: ast.AST) -> str:
