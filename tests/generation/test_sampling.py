@@ -31,6 +31,7 @@ from trivium.generation.sampling import (
     by_kernel,
     distribution,
     draw,
+    heat,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -91,6 +92,14 @@ def test_the_repetition_penalty_is_that_of_transformers(seed: int, penalty: floa
     seen = torch.zeros(4, 50, dtype=torch.bool).scatter(1, ids, True)
     processor: Any = RepetitionPenaltyLogitsProcessor(penalty)
     torch.testing.assert_close(penalise(logits, seen, penalty), processor(ids, logits.clone()))
+
+
+@PLENTY
+@given(st.integers(0, 10_000), st.floats(0.01, 100.0))
+def test_the_temperature_is_that_of_transformers_with_the_highest_logit_at_0(seed: int, temperature: float) -> None:
+    logits = random_logits(seed) + 100
+    expected = theirs(TemperatureLogitsWarper(temperature), logits - logits.max(-1, keepdim=True).values)
+    torch.testing.assert_close(heat(logits, temperature), expected)
 
 
 @PLENTY
@@ -160,6 +169,16 @@ def test_each_row_is_filtered_for_itself_however_the_rows_are_arranged(sampling:
 def test_the_worked_penalty_divides_positive_and_multiplies_negative_scores() -> None:
     result = penalise(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[True, True, False]]), 2.0)
     assert result.tolist() == [[1.0, -4.0, 1.0]]
+
+
+def test_nothing_is_drawn_where_one_token_is_chosen() -> None:
+    """Then one of equal tokens has all the probability; with two candidates both may be drawn."""
+    greedy = [Sampling(temperature=0), Sampling(top_k=1), Sampling(temperature=0, top_k=7)]
+    drawn = [Sampling(), Sampling(top_k=2), Sampling(temperature=1e-9), Sampling(top_p=0.01)]
+    assert [sampling.greedy for sampling in (*greedy, *drawn)] == [True] * 3 + [False] * 4
+    logits = torch.tensor([[1.0, 2.0, 2.0]])
+    assert all(distribution(logits, None, sampling).tolist() == [[0.0, 1.0, 0.0]] for sampling in greedy)
+    assert distribution(logits, None, Sampling(top_k=2)).tolist() == [[0.0, 0.5, 0.5]]
 
 
 @PLENTY

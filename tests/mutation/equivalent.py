@@ -6,7 +6,10 @@ Reasons = dict[tuple[str, str], str]
 
 ALIAS = "A name for a type, which only annotations use."
 LAST = "The tensor has two dimensions, so that 1 is the last one as -1 is."
-GPU = "Runs on a GPU with Triton alone; tests/parts/kernels/test_rank.py compares it there with the sort."
+KERNEL = "Runs with Triton alone, where tests/parts/kernels/test_rank.py compares it with the sort."
+TRITON = (
+    "Without Triton the answer is False, whatever the tensor; with it this chooses between two ways to the same ids."
+)
 PROBE = "Another probe of the kernel that is as good: all three filters are still asked for in some row."
 WAYS = "Chooses between two ways to the same ids, of which one is faster."
 
@@ -32,14 +35,13 @@ BUCKETING: Reasons = {
     ("balanced", "range(least, tokens + 2)"): "The budget `tokens` is enough, so that no larger one is chosen.",
 }
 
+RANKED = "ranked(logits_BV, *(logits_BV.new_full((len(logits_BV),), value) for value in asked))"
+INSIDE = "pieces_BNK.gather(1, piece_B1[..., None].expand(-1, -1, _PIECE))[:, 0].to(wide)"
 SAMPLING: Reasons = {
     ("penalise", "torch.where(logits_BV >= 0, logits_BV / penalty, logits_BV * penalty)"): "0 is 0 both ways.",
     ("keep_top_k", "0 < k <= logits_BV.shape[-1]"): "The least of all logits is below none of them.",
-    ("keep_top_p", "logits_BV.sort(dim=-1, descending=True, stable=False)"): (
-        "torch's sort on a CPU is stable in any case; on a GPU it is not."
-    ),
-    ("by_kernel", "logits_BV.device.type != 'cuda'"): GPU,
-    ("by_kernel", "logits_BV.dtype != torch.float32"): GPU,
+    ("by_kernel", "logits_BV.device.type != 'cuda'"): TRITON,
+    ("by_kernel", "logits_BV.dtype != torch.float32"): TRITON,
     ("_proven", "torch.randn(3, 501, generator=torch.Generator().manual_seed(0))"): PROBE,
     ("_proven", "torch.Generator().manual_seed(1)"): PROBE,
     ("_proven", "torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).mul(4)"): PROBE,
@@ -53,6 +55,37 @@ SAMPLING: Reasons = {
     ("_proven", "((20, 0.9, 0.01), (0, 0.5, 0.0), (7, 2.0, 0.05))"): PROBE,
     ("_proven", "((20, 0.9, 0.01), (0, 0.5, 0.0), (7, 1.0, 1.05))"): PROBE,
     ("_proven", "zip(logits_BV[:, None], asked, strict=False)"): "Both have three rows.",
+    ("distribution", "delete if (sampling.top_k or sampling.top_p < 1) and by_kernel(logits_BV):"): WAYS,
+    ("distribution", "sampling.top_k and sampling.top_p < 1"): WAYS,
+    ("distribution", "sampling.top_p <= 1"): WAYS,
+    ("distribution", "sampling.top_p < 2"): WAYS,
+    ("distribution", "delete least = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf"): KERNEL,
+    ("distribution", "sampling.min_p >= 0"): KERNEL,
+    ("distribution", "sampling.min_p > 1"): KERNEL,
+    ("distribution", "math.log(sampling.min_p) if sampling.min_p > 0 else math.inf"): KERNEL,
+    ("distribution", "delete asked = (min(sampling.top_k, logits_BV.shape[-1]), sampling.top_p, least)"): KERNEL,
+    ("distribution", "max(sampling.top_k, logits_BV.shape[-1])"): KERNEL,
+    ("distribution", "logits_BV.shape[1] (2)"): LAST,
+    ("distribution", "logits_BV.shape[-2] (2)"): KERNEL,
+    ("distribution", f"None for return {RANKED}.softmax(-1)"): KERNEL,
+    ("distribution", f"{RANKED}.softmax(1)"): LAST,
+    ("distribution", f"{RANKED}.softmax(-2)"): KERNEL,
+    ("", "_PIECE, _MANY = (257, 1 << 16)"): "Pieces of any size give the same sums; this size is fast.",
+    ("", "_PIECE, _MANY = (256, 2 << 16)"): WAYS,
+    ("", "_PIECE, _MANY = (256, 1 >> 16)"): WAYS,
+    ("", "_PIECE, _MANY = (256, 1 << 17)"): WAYS,
+    ("draw", "delete if probabilities_BV.device.type == 'cpu' and rows * vocab < _MANY:"): WAYS,
+    ("draw", "probabilities_BV.device.type == 'cpu' or rows * vocab < _MANY"): WAYS,
+    ("draw", "probabilities_BV.device.type != 'cpu'"): WAYS,
+    ("draw", "rows / vocab < _MANY"): WAYS,
+    ("draw", "rows * vocab <= _MANY"): WAYS,
+    ("draw", "probabilities_BV.to(wide).cumsum(1)"): LAST,
+    ("draw", "_passing(total_BV, uniform_B1 * total_BV[:, -1:]).squeeze(1)"): LAST,
+    ("draw", "pieces_BNK.sum(-1, dtype=wide).cumsum(1)"): LAST,
+    ("draw", "F.pad(total_BN, (1, 1))"): "One more column, behind all that are read.",
+    ("draw", "piece_B1[..., None].expand(-1, 1, _PIECE)"): "The size is 1 already.",
+    ("draw", f"{INSIDE}.cumsum(1)"): LAST,
+    ("draw", "(piece_B1 * _PIECE + _passing(inside_BK, target_B1 - before_B1)).squeeze(1)"): LAST,
 }
 
 EQUIVALENT: dict[str, Reasons] = {

@@ -140,7 +140,10 @@ class Tests:
         shutil.rmtree(self.folder / "pytest", ignore_errors=True)
         if os.WIFSIGNALED(status):
             return "slow" if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL) else "killed"
-        return "survived" if os.WEXITSTATUS(status) == pytest.ExitCode.OK else "killed"
+        code = os.WEXITSTATUS(status)
+        if code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise SystemExit("pytest failed, not a test: were the tests changed in the meantime?")
+        return "survived" if code == pytest.ExitCode.OK else "killed"
 
     def _run(self, mutated: Mutated, plan: Plan) -> None:
         code = 1

@@ -92,12 +92,14 @@ def test_the_log_is_lines_of_json_that_are_read_again(tmp_path: Path) -> None:
 
 
 NUMBERS: list[Any] = [True, 1.0, "1", None, 2**53, -(2**53)]
-WRONG = [
+PAIRS: list[Any] = [None, 7, [1], [1, 2, 3]]
+WORDS: list[Any] = [None, 1, []]
+WRONG: list[tuple[dict[str, Any], str]] = [
     *(({name: bad}, name) for name in ("step", "found", "to") for bad in NUMBERS),
     *(({"rows": [bad, 4]}, "rows") for bad in NUMBERS),
     *(({"rows": [0, bad]}, "rows") for bad in NUMBERS),
-    *(({"rows": bad}, "rows") for bad in (None, 7, [1], [1, 2, 3])),
-    *(({name: bad}, name) for name in ("trigger", "why", "checkpoint", "action") for bad in (None, 1, [])),
+    *(({"rows": bad}, "rows") for bad in PAIRS),
+    *(({name: bad}, name) for name in ("trigger", "why", "checkpoint", "action") for bad in WORDS),
 ]
 
 
