@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.test_packing import END, stream
-from trivium.data.bucketing import SOURCE, TARGET, Buckets, Pairs, at_once, balanced, cuts
+from trivium.data.bucketing import Buckets, Pairs, at_once, balanced, cuts
 from trivium.data.loader import Order, share
 from trivium.errors import ConfigError, DataError
 
@@ -49,14 +49,21 @@ def test_rows_of_pairs_are_what_a_plain_loop_gives(
         assert ids.tolist() == row + [END] * filled
         assert labels.tolist() == row[1:] + [-100] * filled
         sides = [len(side) + 1 for side in fitting[i]]
-        assert numbers.tolist() == [SOURCE] * sides[0] + [TARGET] * sides[1] + [0] * filled
+        assert numbers.tolist() == [1] * sides[0] + [2] * sides[1] + [0] * filled
+    begins = [int(at) for at in pairs.first(np.array(chosen, np.int64))]
+    for at, row in zip(begins, rows, strict=True):
+        assert pairs.stream.ids[at : at + len(row)].tolist() == row
+    assert batch.numbers.tolist() == chosen
+    assert batch.stream is pairs.stream
+    assert [array.dtype.name for array in batch[:4]] == ["int64", "int64", "int32", "int64"]
 
 
 def test_a_pair_that_is_not_there_is_refused() -> None:
-    pairs = Pairs(stream([[1], [2, 3]]), 8)
-    for number in (-1, 1):
-        with pytest.raises(IndexError, match="pairs are numbered from 0 to 0"):
-            pairs.take(np.array([number]))
+    pairs = Pairs(stream([[1], [2, 3], [4], [5]]), 8)
+    assert pairs.length == 8
+    for numbers in ([-1], [2], [-1, 0], [1, 2]):
+        with pytest.raises(IndexError, match="pairs are numbered from 0 to 1"):
+            pairs.take(np.array(numbers))
     assert len(Pairs(stream([]), 8)) == 0
 
 
@@ -114,6 +121,47 @@ def test_epochs_and_seeds_differ_in_order_and_in_company() -> None:
     assert lengths != sorted(lengths)
 
 
+def permutation(rows: int, seed: int, epoch: int, source: int) -> list[int]:
+    """What numpy's Philox gives: a run that goes on with a later release must see the batches it would have seen."""
+    bits = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, source])
+    return [int(row) for row in np.random.Generator(bits).permutation(rows)]
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_the_order_of_pairs_and_of_batches_are_two_permutations_of_seed_and_epoch(epoch: int) -> None:
+    buckets = Buckets(np.full((30, 2), 5), 15, 7, size=4)  # pairs of one length, so that nothing else orders them
+    pairs, order = permutation(30, 7, epoch, 0), permutation(10, 7, epoch, 1)
+    batches = [buckets.batch(4 * (10 * epoch + at)).tolist() for at in range(10)]
+    assert batches == [pairs[3 * number : 3 * number + 3] for number in order]
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_neighbours_have_the_same_longer_side_to_and_fro(align: int) -> None:
+    """All pairs in one batch: by the longer side, and at every second length those with the longer source first."""
+    sizes = np.array([*itertools.product(range(2, 17), repeat=2)])
+    widths = -(-sizes // align) * align
+    order = Buckets(sizes, 100_000, 0, align=align).batch(0)
+    found = [key for key, _ in itertools.groupby((int(max(w)), bool(w[0] > w[1])) for w in widths[order].tolist())]
+    lengths = sorted({int(longest) for longest in widths.max(axis=1)})
+    sides = {length: {bool(w[0] > w[1]) for w in widths.tolist() if max(w) == length} for length in lengths}
+    assert found == [(n, side) for n in lengths for side in sorted(sides[n], reverse=n // align % 2 == 1)]
+
+
+def test_batches_of_other_pairs_come_in_one_order_and_hold_the_longest() -> None:
+    """As for validation: whatever the seed, and 104 tokens for a pair of 99 even if fewer were asked for."""
+    others = np.random.default_rng(2).integers(2, 99, (60, 2))
+    others[17] = (99, 5)
+    for tokens, room in ((50, 104), (104, 104), (105, 105), (900, 900)):
+        found = [Buckets(np.array([[3, 4]]), 600, seed, size=9, align=8).like(others, tokens) for seed in (3, 4)]
+        batches = [[one.batch(cursor).tolist() for cursor in range(len(one))] for one in found]
+        assert batches[0] == batches[1]
+        assert [found[0].size, found[0].align] == [1, 8]
+        assert batches[0] == [Buckets(others, room, 0, align=8).batch(at).tolist() for at in range(len(found[0]))]
+    assert found[0].longest(np.array([17])) == 104
+    with pytest.raises(DataError, match="there is no pair to learn from"):
+        found[0].like(np.empty((0, 2), np.int64), 50)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(20, 100))
 def test_cuts_are_what_a_plain_loop_gives_and_balancing_costs_no_batch(lengths: list[int], tokens: int) -> None:
@@ -142,8 +190,8 @@ def test_balancing_leaves_no_stub() -> None:
 
 def test_the_padding_is_what_the_batches_have() -> None:
     sizes = np.random.default_rng(1).integers(2, 40, (300, 2))
-    for align in (1, 8):
-        buckets = Buckets(sizes, 600, 3, align=align)
+    for align, tokens in ((1, 600), (8, 600), (1, 80)):  # in batches of few pairs epochs differ
+        buckets = Buckets(sizes, tokens, 3, align=align)
         room = 0
         for cursor in range(len(buckets)):
             widths = sizes[buckets.batch(cursor)].max(axis=0)

@@ -20,14 +20,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trivium.checkpoints.store import Store
 from trivium.config import load
 from trivium.errors import ConfigError
 from trivium.training.recipe import Recipe
-from trivium.training.rollback import History
 from trivium.training.spikes import Alarm, Detector, Rollback, past, position
 
 Make = Callable[..., Recipe]
@@ -112,6 +110,55 @@ def test_the_rule_is_that_of_the_spec() -> None:
         assert (found[-1] is not None) is expected
 
 
+# Median 2 and median absolute deviation 1: two deviations above it is 4, without rounding.
+CALM = (0.0, 1.0, 2.0, 3.0, 4.0)
+
+
+def last(updates: list[tuple[float, float]], norm: float = 0.5, patience: int = 2, **rest: float) -> Alarm | None:
+    """What is said to the last of some losses and norms after five calm steps, whose median norm is `norm`."""
+    detector = Detector(Rollback(window=8, threshold=2, patience=patience, norm=10), **rest)  # type: ignore[arg-type]
+    seen = [*((loss, norm) for loss in CALM), *updates]
+    return [detector.see(step, *pair) for step, pair in enumerate(seen, 1)][-1]
+
+
+def test_a_loss_is_high_above_the_limit_and_not_at_it() -> None:
+    """By hand; the words name the limit, the last loss and how long it lasted."""
+    assert last([(4.0, 99.0), (4.0, 99.0)]) is None
+    assert last([(4.0, 0.5), (9.0, 0.5)]) is None
+    for patience, steps in ((1, "1 step"), (2, "2 steps"), (3, "3 steps")):
+        words = f"the loss was above 4 (now 9) for {steps}"
+        expected = Alarm(6, 5 + patience, "loss", words)
+        assert last([(8.0, 0.5)] * (patience - 1) + [(9.0, 0.5)], patience=patience) == expected
+
+
+def test_a_norm_is_large_above_ten_medians_and_above_the_clip() -> None:
+    """By hand, with a median of 0.5: a norm up to `clip` reaches the weights whole by the user's own choice."""
+    words = "the gradient norm was {}, {} times its median, and the loss 9, above 4"
+    assert last([(2.0, 5.0), (9.0, 0.5)]) is None
+    assert last([(2.0, 6.0), (9.0, 0.5)]) == Alarm(6, 7, "norm", words.format(6, 12))
+    for clip, norm, large in ((20.0, 20.0, False), (20.0, 20.5, True), (4.0, 5.0, False), (4.0, 6.0, True)):
+        assert (last([(2.0, norm), (9.0, 0.5)], clip=clip) is not None) is large
+    assert last([(2.0, 0.5), (9.0, 0.01)], norm=0.01) == Alarm(6, 7, "norm", words.format(0.5, 50))  # without a clip
+    alarm = last([(2.0, 0.5), (9.0, 0.0)], norm=0.0)
+    assert alarm is not None
+    assert alarm.trigger == "norm"  # a median of 0 is no division by it
+
+
+def test_the_whole_window_is_compared_with_and_a_fourth_of_it_must_be_known() -> None:
+    detector = Detector(Rollback(window=8, threshold=2, patience=2))
+    said = [detector.see(step, loss, 1.0) for step, loss in enumerate([8.0] * 5 + [2.0] * 3 + [7.0] * 2)]
+    assert said == [None] * 10  # the median of all eight is 8; of the last four it were 2
+    for known in (4, 5):
+        detector = Detector(Rollback(window=20, patience=1))
+        said = [detector.see(step, loss, 1.0) for step, loss in enumerate([2.0] * known + [9.0])]
+        assert (said[-1] is not None) is (known == 5)
+
+
+def test_the_defaults_are_those_of_the_spec_and_the_smallest_settings_are_taken() -> None:
+    assert Rollback() == Rollback(window=128, threshold=6.0, patience=3, norm=10.0, margin=100, attempts=3)
+    assert Rollback(window=8, threshold=1.0, patience=1, norm=2.0, margin=1, attempts=1).window == 8
+
+
 def test_the_scale_of_fp16_and_broken_numbers() -> None:
     detector = Detector(Rollback(), nonfinite=True)
     assert detector.see(1, 2.0, math.inf, finite=True, scale=4096.0) is None  # an overflow that the scaler answers
@@ -167,23 +214,21 @@ def test_no_batch_touches_a_skipped_span_and_none_is_lost(spans: list[tuple[int,
     plain = [at for at in range(0, 60 * rows, rows) if not any(a < at + rows and at < b for a, b in skipped)]
     cursor, walked = 0, []
     for step in range(len(plain)):
-        assert past(skipped, position(skipped, step, rows), rows) == plain[step]
+        assert past(skipped, position(skipped, step, rows), rows) == position(skipped, step, rows) == plain[step]
         cursor = past(skipped, cursor, rows)
         walked.append(cursor)
         cursor += rows
     assert walked == plain
 
 
-def test_each_attempt_reaches_twice_as_far_before_the_spike(tmp_path: Path) -> None:
-    """By hand, in batches of 4 rows: 3, 6 and 12 steps before step 100, and behind all that was left out before."""
-    options = Rollback(patience=3, margin=30, attempts=3)
-    history = History(tmp_path, Store(tmp_path / "checkpoints"), options, 4)
-    alarm = Alarm(100, 101, "loss", "the loss was high")
-    spans = []
-    for _ in range(3):
-        entry, _found = history.decide(alarm, history.spans(), print)
-        history.add(entry)
-        assert entry.action == "skip"
-        spans.append(entry.rows)
-    assert spans == [(96 * 4, 101 * 4), (93 * 4, 106 * 4), (87 * 4, 114 * 4)]
-    assert history.decide(alarm, history.spans(), print)[0].action == "stop"
+@example(spans=[(8, 4), (4, 4)], cursor=4, rows=4)  # the later span first, which the earlier one leads to
+@given(spans=spans, cursor=st.integers(0, 40), rows=st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_a_batch_starts_at_the_first_place_that_touches_no_skipped_row(
+    spans: list[tuple[int, int]], cursor: int, rows: int
+) -> None:
+    """By trying one place after another, for spans in any order that may touch and overlap."""
+    skipped = [(first, first + length) for first, length in spans]
+    rows_left_out = {row for span in skipped for row in range(*span)}
+    clean = (at for at in itertools.count(cursor) if rows_left_out.isdisjoint(range(at, at + rows)))
+    assert past(skipped, cursor, rows) == next(clean)

@@ -74,12 +74,15 @@ class JsonLines:
             self._file = None
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a journal; a last line torn by a crash is left out."""
+def rows(path: Path, *, damaged: bool = False) -> list[dict[str, Any]]:
+    """The rows of a journal; a last line torn by a crash is left out, and so are rows that cannot be right, unless
+    `damaged` asks for them.
+    """
     try:
-        return list(filter(_is_sound, rows_in(_content(path))))
+        found = rows_in(_content(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; restore it from a copy or delete it") from None
+    return found if damaged else list(filter(_is_sound, found))
 
 
 def _content(path: Path) -> bytes:

@@ -59,7 +59,8 @@ class History:
     def read(self) -> None:
         """Take the rollbacks of earlier sittings from the log."""
         try:
-            self.returns = [_parsed(row) for row in rows(self.path) if row.get("kind") == "rollback"]
+            found = rows(self.path, damaged=True)  # a rollback that is left out would be forgotten
+            self.returns = [_parsed(row) for row in found if row.get("kind") == "rollback"]
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{self.path} is damaged; restore it from a copy or delete it") from None
 

@@ -93,7 +93,7 @@ class Detector:
         least = min(loss for _, loss, _ in recent)
         if least <= high:
             return None
-        steps = "step" if len(recent) == 1 else f"{len(recent)} steps"
+        steps = "1 step" if len(recent) == 1 else f"{len(recent)} steps"
         words = f"the loss was above {high:.4g} (now {recent[-1][1]:.4g}) for {steps}"
         return Alarm(recent[0][0], recent[-1][0], "loss", words)
 
