@@ -10,74 +10,84 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.conftest import FAMILIES, finish, laid, start
-from tests.training.test_resume import assert_goes_on_exactly
-from trivium.parts import attention
-from trivium.parts.attention import MultiHeadAttention
+from tests.training.conftest import FAMILIES, laid
+from trivium.fast.adam import with_twins
+from trivium.kernels.hardware import INTERPRETED
 from trivium.training import prepare
 from trivium.training.job import Job
 from trivium.training.loop import fitted, updates
+from trivium.training.prepare import Ground
 from trivium.training.recipe import Recipe
 
 Make = Callable[..., Recipe]
 WHOLE: dict[str, Any] = {"precision": "bf16", "batch.micro": 0}
 
 
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: twins, and one product for queries, keys and values."""
-    monkeypatch.setattr(prepare, "twinned", lambda recipe: recipe.micro >= recipe.batch.size)
-    monkeypatch.setattr(MultiHeadAttention, "_one", lambda self, x: torch.is_grad_enabled() and self._alike)
-    monkeypatch.setattr(attention, "PARTED", False)  # a kernel for a GPU
+to_the_bit = pytest.mark.skipif(INTERPRETED, reason="the kernels of a GPU round otherwise")
 
 
-def walked(recipe: Recipe, runs: Path, steps: int = 8) -> tuple[Job, list[tuple[float, float]], dict[str, Tensor]]:
-    job = prepare.job(laid(recipe, runs), steps)
+def made(ground: Ground, steps: int, *, twinned: bool = True) -> Job:
+    """A job whose steps go with twins, which only a GPU takes by itself."""
+    job = prepare.job(ground, steps)
+    assert job.twins is None
+    if twinned:
+        job.optimizer, job.twins = with_twins(job.optimizer, job.model)
+        assert job.twins is not None
+    return job
+
+
+def walked(
+    recipe: Recipe, runs: Path, steps: int = 8, *, twinned: bool = True
+) -> tuple[Job, list[tuple[float, float]], dict[str, Tensor]]:
+    job = made(laid(recipe, runs), steps, twinned=twinned)
     numbers = [(float(update.loss), float(update.norm)) for update in updates(job)]
     return job, numbers, {name: one for section in job.tensors().values() for name, one in section.items()}
 
 
-@pytest.mark.usefixtures("on")
+@to_the_bit
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_run_with_twins_is_the_run_without_to_the_bit(
-    small: Make, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_twins_is_the_run_without_to_the_bit(small: Make, tmp_path: Path, kind: str) -> None:
     recipe = small(kind, **WHOLE, clip=0.0, average="ema")
     job, numbers, tensors = walked(recipe, tmp_path / "twins")
     assert job.twins is not None
     used = job.twins._twins
     assert len(used) >= 8
-    monkeypatch.setattr(prepare, "twinned", lambda recipe: False)
-    other, plain, expected = walked(recipe, tmp_path / "plain")
-    assert other.twins is None
+    _, plain, expected = walked(recipe, tmp_path / "plain", twinned=False)
     assert [loss for loss, _ in numbers] == [loss for loss, _ in plain]
     assert [norm for _, norm in numbers] == pytest.approx([norm for _, norm in plain], rel=1e-5)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(one, expected[name]) for name, one in tensors.items())
 
 
-@pytest.mark.usefixtures("on")
-def test_clipping_reaches_what_twins_have(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_reaches_what_twins_have(small: Make, tmp_path: Path) -> None:
     recipe = small(**WHOLE, clip=0.05, optim="adamw", **{"optim.eps": 1.0})  # so that the size of a gradient matters
     _, _, tensors = walked(recipe, tmp_path / "twins")
-    monkeypatch.setattr(prepare, "twinned", lambda recipe: False)
-    _, numbers, expected = walked(recipe, tmp_path / "plain")
+    _, numbers, expected = walked(recipe, tmp_path / "plain", twinned=False)
     assert all(norm > 0.1 for _, norm in numbers)  # it was clipped
     for name, one in tensors.items():
         torch.testing.assert_close(one, expected[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.usefixtures("on")
-def test_a_run_with_twins_goes_on_exactly(small: Make, tmp_path: Path) -> None:
-    session = start(small(**WHOLE), tmp_path)
-    finish(session)
-    assert_goes_on_exactly(session.ground.folder, 10, tmp_path)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_run_with_twins_goes_on_exactly(small: Make, tmp_path: Path, kind: str) -> None:
+    """As from a checkpoint after three of six steps; whole runs that stop and go on are in test_cuda.py."""
+    ground = laid(small(kind, **WHOLE, average="ema"), tmp_path)
+    straight, resumed = made(ground, 6), made(ground, 6)
+    steps = updates(straight)
+    for _ in range(3):
+        next(steps)
+    held = {section: {name: one.clone() for name, one in each.items()} for section, each in straight.tensors().items()}
+    resumed.load(lambda section: held[section], straight.step, straight.state())
+    rest = [(float(update.loss), float(update.norm)) for update in steps]
+    assert len(rest) == 3
+    assert [(float(update.loss), float(update.norm)) for update in updates(resumed)] == rest
+    ours, theirs = resumed.tensors(), straight.tensors()
+    assert all(torch.equal(one, theirs[part][name]) for part, each in ours.items() for name, one in each.items())
 
 
-@pytest.mark.usefixtures("on")
 def test_a_checkpoint_that_is_loaded_reaches_the_twins(small: Make, tmp_path: Path) -> None:
     ground = laid(small(**WHOLE), tmp_path)
-    job, other = prepare.job(ground, 6), prepare.job(ground, 6)
+    job, other = made(ground, 6), made(ground, 6)
     steps = updates(job)
     before = {section: {name: one.clone() for name, one in each.items()} for section, each in job.tensors().items()}
     state, first = job.state(), [float(next(steps).loss) for _ in range(3)]
@@ -86,11 +96,8 @@ def test_a_checkpoint_that_is_loaded_reaches_the_twins(small: Make, tmp_path: Pa
     assert [float(update.loss) for update, _ in zip(updates(other), range(3), strict=False)] == first
 
 
-@pytest.mark.usefixtures("on")
-def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = prepare.job(laid(small(**WHOLE | {"batch.micro": 2}), tmp_path), 4)
-    assert job.twins is None
-    whole = prepare.job(laid(small(**WHOLE, name="whole"), tmp_path), 4)
+def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path) -> None:
+    whole = made(laid(small(**WHOLE), tmp_path), 4)
     assert whole.twins is not None
     steps = updates(whole)
     next(steps)
@@ -104,9 +111,8 @@ def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path, monke
         assert torch.equal(twin.detach(), torch.cat([layer.weight.detach() for layer in layers]).bfloat16())
 
 
-@pytest.mark.usefixtures("on")
 def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> None:
-    job = prepare.job(laid(small(**WHOLE), tmp_path), 4)
+    job = made(laid(small(**WHOLE), tmp_path), 4)
     assert job.twins is not None
     tries = []
 
@@ -126,13 +132,12 @@ def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> Non
     assert torch.isfinite(next(updates(job)).loss)
 
 
-@pytest.mark.usefixtures("on")
 def test_a_run_that_lacked_memory_has_none_when_it_goes_on(small: Make, tmp_path: Path) -> None:
     ground = laid(small(**WHOLE), tmp_path)
-    job = prepare.job(ground, 4)
+    job = made(ground, 4)
     job.micro = 3
     held = {section: {name: one.clone() for name, one in each.items()} for section, each in job.tensors().items()}
-    resumed = prepare.job(ground, 4)
+    resumed = made(ground, 4)
     assert resumed.twins is not None
     assert resumed.twins._twins
     resumed.load(lambda section: held[section], 0, job.state())

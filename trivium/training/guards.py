@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import OutOfMemory
-from trivium.parts.twins import Twins
+from trivium.fast.twins import Twins
 from trivium.training.recipe import Recipe
 
 

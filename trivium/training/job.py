@@ -12,11 +12,11 @@ from torch import Tensor
 from trivium.data.batch import Batch
 from trivium.data.loader import Ordering
 from trivium.data.packed import Examples
+from trivium.fast.twins import Twins
 from trivium.models.transformer import Transformer, load_weights, weights
 from trivium.objectives.objective import Task
 from trivium.optim.averaging import Average
 from trivium.optim.stepper import Optimizer
-from trivium.parts.twins import Twins
 from trivium.training.guards import Soundness
 from trivium.training.recipe import Recipe
 from trivium.training.scaling import Scaler

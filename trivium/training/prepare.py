@@ -28,12 +28,12 @@ from trivium.data.pairs import build as build_shards
 from trivium.data.pairs import paired, settled, training_files, training_texts
 from trivium.data.shards import Shards, Stream
 from trivium.errors import CheckpointError, ConfigError
+from trivium.fast.adam import with_twins
+from trivium.fast.choose import FastOptions, for_training
 from trivium.files import json_line, read_inside, write_synced
 from trivium.models.transformer import build, with_vocab
 from trivium.objectives.objective import Task
 from trivium.objectives.options import Seq2Seq
-from trivium.optim.onepass import with_twins
-from trivium.parts.linear import narrowed
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
@@ -204,7 +204,7 @@ def job(ground: Ground, total: int | Timeline, *, begin: bool = True) -> Job:
     model = build(recipe.model, seed=recipe.seed, device=device)
     model.recompute = recipe.recompute == "blocks"
     model.stream = torch.bfloat16 if recipe.stream == "bf16" else None
-    narrowed(model, recipe.precision == "fp8")
+    for_training(model, FastOptions(fp8=recipe.precision == "fp8"))
     rows = ground.train
     optimizer, twins = recipe.optim.build(model), None
     if twinned(recipe):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor, nn
 
+from trivium.fast.twins import Pair, Twins
+from trivium.kernels.hardware import can_launch
 from trivium.optim.adam import AdamStepper
 from trivium.optim.stepper import Optimizer
-from trivium.parts.twins import Pair, Twins
-
-TRITON = find_spec("triton") is not None
 
 
 class OnePass:
@@ -26,7 +23,7 @@ class OnePass:
 
     @torch.no_grad()
     def step(self, factor: float | Tensor, healthy: Tensor) -> None:
-        able, alone = TRITON and healthy.is_cuda, []
+        able, alone = can_launch(healthy), []
         for pair in self.twins.pairs():
             if able and pair.weight.grad is None:
                 alone.append(pair)
