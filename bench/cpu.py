@@ -32,13 +32,14 @@ from bench.peers import count, hugging_face, steps, translated, twin, twins, uns
 from bench.table import Line, machine, rounds, summary, table, typed
 from bench.workloads import CLIP, Workload, dry, run_context
 from trivium.api import load
+from trivium.fast.choose import for_inference
 from trivium.generation.embed import pooled
 from trivium.interop.quantize import quantize
 from trivium.kernels import levels
 from trivium.kernels.hardware import set_allocator, trim_heap
 from trivium.models.config import ModelConfig
 from trivium.models.presets import bert, gpt
-from trivium.models.transformer import arrange, build
+from trivium.models.transformer import build
 from trivium.objectives.options import Causal
 from trivium.parts.site import NoPart
 from trivium.training.build_job import build_job
@@ -125,7 +126,7 @@ def usual_memory() -> None:
 def decode(sizes: Sizes, args: argparse.Namespace) -> list[Line]:
     """Greedy decoding in float32."""
     first, second = twins(sizes.decoder, CPU)
-    arrange(first)  # as `tv.load` does
+    for_inference(first)  # as `tv.load` does
     prompts = _prompts(sizes)
     sides = {"trivium": our_decoding(first, prompts, sizes.tokens), **_theirs(second, prompts, sizes)}
     texts = {name: run() for name, run in sides.items()}
@@ -141,7 +142,7 @@ def int8(sizes: Sizes, args: argparse.Namespace) -> list[Line]:
     first, second = twins(sizes.decoder, CPU)
     small = deepcopy(first)
     report = quantize(small, 8)
-    arrange(first)
+    for_inference(first)
     prompts = _prompts(sizes)
     sides = {
         "int8": our_decoding(small, prompts, sizes.tokens),
@@ -171,7 +172,7 @@ def embed(sizes: Sizes, args: argparse.Namespace) -> list[Line]:
     model = build(sizes.encoder, seed=0).eval()
     unsettle(model)
     peer: Any = hugging_face(model)
-    arrange(model)
+    for_inference(model)
     rows = sentences(sizes)
     given = list(range(len(rows)))
     ranked = sorted(given, key=lambda index: -len(rows[index]))

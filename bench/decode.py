@@ -24,10 +24,11 @@ from bench.peers import count, twins
 from bench.sentences import our_search, sentences, their_search
 from bench.table import Line, Work, fastest, machine, rounds, summary, table, typed
 from bench.workloads import TINY, WORKLOADS, marian
+from trivium.fast.choose import for_inference
 from trivium.generation.engine import Request, stream
 from trivium.generation.sampling import Sampling
 from trivium.models.config import ModelConfig
-from trivium.models.transformer import Transformer, arrange
+from trivium.models.transformer import Transformer
 from trivium.training.device import choose
 
 Texts = list[list[int]]  # the new ids of every prompt
@@ -153,12 +154,12 @@ def lines(sides: dict[str, Side], task: Task, half: bool, number: int, ceiling: 
     # once only: each type is compiled anew, and what a model keeps in float32 is made anew, which graphs then lack
     if half and device.type == "cuda":
         _ = [model.bfloat16() for model in models]
-    arrange(ours)  # as `tv.load` does
+    for_inference(ours)  # as `tv.load` does
     memory = checked(sides, device)
     runs = {name: sides[name].run for name in memory}
     if half and device.type != "cuda":  # after the check: bfloat16 has ties, and which of two equals wins is chance
         _ = [model.bfloat16() for model in models]
-        arrange(ours)
+        for_inference(ours)
         rounds(runs, 1, device, time.perf_counter)  # warm-up of the other type
     seconds = rounds(runs, number, device, time.perf_counter)
     best = fastest(summary(seconds, tokens=task.many, steps=task.steps), list(runs)[1:] or list(runs))

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from tests.cases import CONTEXT, VOCAB, WIDTH, Case
 from trivium.checkpoints.bundle import open_bundle, save
 from trivium.config import flat, load, overrides
+from trivium.fast.choose import for_inference
 from trivium.models.config import AnyStack, ModelConfig, Stack
 from trivium.models.options import AnyBlock
-from trivium.models.transformer import Transformer, arrange, build, load_weights, weights
+from trivium.models.transformer import Transformer, build, load_weights, weights
 from trivium.objectives.causal import restarting
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.options.attention import MultiHead
@@ -323,12 +324,12 @@ def check_saved(case: Case, folder: Path) -> None:
 
 
 def check_arranged(case: Case, folder: Path) -> None:
-    """Laid out for decoding the model is the same: its outputs, its file, and after weights change in place."""
+    """Fast and laid out for decoding the model is the same: its outputs, its file, and after weights change in place."""
     model, other = lively(case.config), lively(case.config, seed=7)
     tokens_BT = some_ids(2, 6)
     with torch.no_grad():
         before, after = logits(model, tokens_BT), logits(other, tokens_BT)
-        arrange(model)
+        for_inference(model)
         close(logits(model, tokens_BT), before, 1e-10)
         load_weights(model, weights(other))
         close(logits(model, tokens_BT), after, 1e-10)

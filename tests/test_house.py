@@ -15,10 +15,10 @@ ROWS = (
     ("records",),
     ("config_read",),
     ("config", "report", "stats"),
-    ("kernels",),  # above `parts` until those choose no kernels any more
-    ("text", "parts"),
+    ("text", "parts", "kernels"),
     ("data", "models", "distributed"),
     ("objectives", "optim", "checkpoints", "planner"),
+    ("fast",),
     ("adapters", "interop", "generation", "lens"),
     ("evaluation",),
     ("training", "server"),

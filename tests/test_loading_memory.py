@@ -23,13 +23,14 @@ from tests.oracle.copying import enliven
 from trivium.checkpoints import bundle, format
 from trivium.checkpoints.format import Stored, stored
 from trivium.errors import CheckpointError
+from trivium.fast.attention import FastAttention
+from trivium.fast.choose import for_inference
 from trivium.files import sha256
 from trivium.interop.gguf_write import export_gguf
 from trivium.interop.load import open_foreign
 from trivium.interop.quantize import quantize
 from trivium.models.presets.llama import Shape, llama
-from trivium.models.transformer import Transformer, arrange, build, empty, weights
-from trivium.parts.attention import MultiHeadAttention
+from trivium.models.transformer import Transformer, build, empty, weights
 from trivium.parts.linear import Linear
 
 MEASURE = """
@@ -149,8 +150,8 @@ def test_a_model_is_the_same_laid_out_before_and_after_it_is_filled(kind: str, t
         if path.is_dir() and (path / bundle.CARD).exists()
         else open_foreign(path, say=lambda text: None, tick=lambda what, done, of: None).module
     )
-    assert not any(part.packed for part in after.modules() if isinstance(part, MultiHeadAttention))
-    arrange(after)
+    assert not any(isinstance(part, FastAttention) for part in after.modules())
+    for_inference(after)
     mine, theirs = weights(before), weights(after)
     assert {name: tensor.stride() for name, tensor in mine.items()} == {
         name: tensor.stride() for name, tensor in theirs.items()
@@ -161,8 +162,9 @@ def test_a_model_is_the_same_laid_out_before_and_after_it_is_filled(kind: str, t
         assert torch.equal(before(tokens_BT).hidden, after(tokens_BT).hidden)
     if kind == "folder":
         assert before.get_parameter("output.project.weight") is before.embedding.weight
-    attentions = [part for part in before.modules() if isinstance(part, MultiHeadAttention)]
-    assert all((part.packed is None) == (kind == "own in 8 bits") for part in attentions)
+    attentions = [part for part in before.modules() if isinstance(part, FastAttention)]
+    assert attentions
+    assert all((part.fused is None) == (kind == "own in 8 bits") for part in attentions)
 
 
 def places(model: Transformer) -> dict[str, int]:
@@ -171,22 +173,22 @@ def places(model: Transformer) -> dict[str, int]:
 
 def test_laying_out_again_moves_nothing_but_what_was_put_in_its_place() -> None:
     model = tiny.model("gpt-mini", tiny.BYTES)
-    arrange(model)
+    for_inference(model)
     before = places(model)
-    packed = [part.packed for part in model.modules() if isinstance(part, MultiHeadAttention)]
-    arrange(model)
+    fused = [part.fused for part in model.modules() if isinstance(part, FastAttention)]
+    for_inference(model)
     assert places(model) == before
-    parts = [part for part in model.modules() if isinstance(part, MultiHeadAttention)]
-    assert all(part.packed is old for part, old in zip(parts, packed, strict=True))
+    parts = [part for part in model.modules() if isinstance(part, FastAttention)]
+    assert all(part.fused is old for part, old in zip(parts, fused, strict=True))
     query = parts[0].query
     assert isinstance(query, Linear)
     query.weight.data = query.weight.data + 1
     tokens_BT = torch.tensor([tiny.draw(3, 12, 100)])
     with torch.no_grad():
         wanted = model(tokens_BT).hidden
-        arrange(model)
-        assert parts[0].packed is not packed[0]
-        assert parts[1].packed is packed[1]
+        for_inference(model)
+        assert parts[0].fused is not fused[0]
+        assert parts[1].fused is fused[1]
         assert torch.allclose(model(tokens_BT).hidden, wanted, atol=1e-5)
 
 

@@ -20,6 +20,7 @@ from trivium.checkpoints.model_files import has_model, require_there
 from trivium.checkpoints.store import Store
 from trivium.errors import CheckpointError, ConfigError, RequestError, shown, with_file_errors
 from trivium.evaluation.likelihood import Score
+from trivium.fast.choose import for_inference
 from trivium.files import as_path
 from trivium.generation.classify import Verdict
 from trivium.generation.embed import Neighbour, neighbours
@@ -32,7 +33,7 @@ from trivium.interop.foreign import Say, Tick
 from trivium.interop.load import open_foreign
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
-from trivium.models.transformer import Lay, Transformer, lay_out, weights
+from trivium.models.transformer import Lay, Transformer, weights
 from trivium.models.transformer import build as build_module
 from trivium.overview import show
 from trivium.planner.memory import model_memory, require_memory
@@ -150,7 +151,7 @@ def load(
     target = choose(device)
     if target.type == "cpu" and (busy := threads.advice()):
         told(busy)
-    lay = partial(lay_out, device=target)
+    lay = partial(for_inference, device=target)
 
     def first(module: nn.Module) -> None:
         """Before a model is filled: its memory is not touched yet."""

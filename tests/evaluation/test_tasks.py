@@ -21,7 +21,8 @@ from trivium.evaluation import results
 from trivium.evaluation.corpus import Corpus
 from trivium.evaluation.likelihood import score_text
 from trivium.evaluation.tasks import EVALUATIONS, Likelihood, Outcome, Settings, Translation, evaluate
-from trivium.models.transformer import Transformer, arrange
+from trivium.fast.choose import for_inference
+from trivium.models.transformer import Transformer
 from trivium.text.kinds import Words
 from trivium.text.tokenizer import Tokenizer
 
@@ -213,7 +214,7 @@ def test_results_are_listed_without_examples_and_damage_is_told(tmp_path: Path) 
 def test_the_digest_of_a_model_changes_with_any_weight_and_not_with_its_layout() -> None:
     model = tiny.model("gpt-mini", tiny.BYTES)
     before = results.weights_digest(model)
-    arrange(model)
+    for_inference(model)
     assert results.weights_digest(model) == before
     with torch.no_grad():
         list(model.parameters())[-1].view(-1)[0].add_(1e-3)

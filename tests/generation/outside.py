@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
 from trivium.parts.cache import LayerCache
 from trivium.parts.linear import Linear
-from trivium.parts.masks import Resolved
+from trivium.parts.mixers import Context
 from trivium.parts.options.attention import Attention, MultiHead, Shape
 from trivium.parts.options.positions import Learned, NoPositions
 from trivium.parts.site import Cost, NoPart, Site, matrix
@@ -59,13 +59,11 @@ class Convolution(nn.Module):
         self.mix = nn.Parameter(torch.zeros(heads, kernel))
         self.heads, self.kernel, self.causal = heads, kernel, site.causal
 
-    def forward(
-        self, x: Tensor, mask: Resolved, position: Any, prepared: Any, cache: LayerCache | None = None, start: int = 0
-    ) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
         value = self.value(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
         new = value.shape[2]
-        if cache is not None:
-            value, _ = cache.append(value, value, start)
+        if ctx.cache is not None:
+            value, _ = cast(LayerCache, ctx.cache).append(value, value, ctx.start)
         before = self.kernel - 1 if self.causal else self.kernel // 2
         value = F.pad(value, (0, 0, before, self.kernel - 1 - before))
         weights = self.mix.softmax(-1)[:, :, None, None]
@@ -94,17 +92,14 @@ class MeanOfSeen(nn.Module):
         self.out = Linear(site.width, site.width, bias=False, role="attention-out")
         self.heads = heads
 
-    def forward(
-        self, x: Tensor, mask: Resolved, position: Any, prepared: Any, cache: LayerCache | None = None, start: int = 0
-    ) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
         value = self.value(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
         new = value.shape[2]
-        if cache is not None:
-            value, _ = cache.append(value, value, start)
-        dense = mask.together(new, value.shape[2], x.device).dense
-        seen = x.new_ones(new, value.shape[2]).tril(value.shape[2] - new) if mask.is_causal else x.new_ones(())
+        if ctx.cache is not None:
+            value, _ = cast(LayerCache, ctx.cache).append(value, value, ctx.start)
+        dense, seen = ctx.mask.dense(), x.new_ones(())
         if dense is not None:
-            seen = seen * (dense > float("-inf") if dense.is_floating_point() else dense).to(x.dtype)
+            seen = (dense > float("-inf") if dense.is_floating_point() else dense).to(x.dtype)
         seen = seen.expand(len(x), 1, new, value.shape[2])
         mixed = seen @ value / seen.sum(-1, keepdim=True).clamp(min=1)
         result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))

@@ -19,6 +19,7 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.slots import Bank
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, build
+from trivium.parts.cache import LayerCache
 
 CONTEXT = 4096
 MODEL = tiny.model("gpt-mini", 61, context=CONTEXT)
@@ -31,7 +32,8 @@ def shapes(name: str, vocab: int) -> Transformer:
 
 
 def cached(bank: Bank) -> int:
-    return sum(one.untyped_storage().nbytes() for layer in bank.cache.layers for one in (layer.keys, layer.values))
+    layers = [cast(LayerCache, layer) for layer in bank.cache.layers]
+    return sum(one.untyped_storage().nbytes() for layer in layers for one in (layer.keys, layer.values))
 
 
 # layers, key/value heads, their size; the rest is 64 rows of 128 + 256 tokens, two bytes, keys and values

@@ -23,10 +23,13 @@ from trivium.generation.slots import Bank
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.cache import Cache, Slots, plainly
+from trivium.parts.attention import MultiHeadAttention
+from trivium.parts.cache import Cache, LayerCache, SlotMask, Slots
+from trivium.parts.masks import ScoreMask
 from trivium.parts.options.attention import MultiHead, Shape
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.positions import Alibi, Both, Buckets, Learned, Position, Rotary, Shaw
+from trivium.parts.site import Site
 
 VOCAB, CONTEXT, END = 61, 24, 7
 GREEDY = Sampling(temperature=0)
@@ -194,11 +197,14 @@ def test_attention_over_slots_is_a_softmax_over_what_each_row_holds(
 ) -> None:
     """Against the formula, one row and one query at a time."""
     generator = torch.Generator().manual_seed(len(lengths) * 100 + new)
-    slots = Slots(len(lengths), 16, torch.device("cpu"), direct=True)
+    slots = Slots(len(lengths), 16, torch.device("cpu"))
     slots.lengths_B.copy_(torch.tensor(lengths))
     query = torch.randn(len(lengths), 4, new, 8, generator=generator, dtype=torch.float64)
     keys, values = torch.randn(2, len(lengths), groups, 16, 8, generator=generator, dtype=torch.float64)
-    found = plainly(query, keys, values, slots, 0.3, window)
+    mask = ScoreMask(SlotMask(slots=slots).within(window), new, 16, query.device)
+    part = MultiHeadAttention(MultiHead(heads=4, groups=groups), Site(width=32, context=16))
+    part.scale = 0.3
+    found = part.sdpa(query, keys, values, mask)
     for row, length in enumerate(lengths):
         for head in range(4):
             for at in range(new):
@@ -209,12 +215,14 @@ def test_attention_over_slots_is_a_softmax_over_what_each_row_holds(
 
 
 def test_new_tokens_are_written_behind_each_rows_own_length() -> None:
-    slots = Slots(2, 5, torch.device("cpu"), direct=True)
+    slots = Slots(2, 5, torch.device("cpu"))
     slots.lengths_B.copy_(torch.tensor([1, 3]))
-    cache = Cache(2, 5, [Shape(1, 2, 2)], torch.device("cpu"), torch.float32, slots)
-    cache.layers[0].append(torch.ones(2, 1, 2, 2), torch.full((2, 1, 2, 2), 2.0), 0)
-    assert cache.layers[0].keys[:, 0, :, 0].tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
-    assert cache.layers[0].values[:, 0, :, 1].tolist() == [[0, 2, 2, 0, 0], [0, 0, 0, 2, 2]]
+    layer = LayerCache(2, 5, Shape(1, 2, 2), torch.device("cpu"), torch.float32, slots)
+    cache = Cache([layer], 2, 5, torch.device("cpu"), slots)
+    assert cache.place(torch.zeros(2, 2)).tolist() == [[0, 1, 2, 3, 4]]
+    layer.append(torch.ones(2, 1, 2, 2), torch.full((2, 1, 2, 2), 2.0), 0)
+    assert layer.keys[:, 0, :, 0].tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
+    assert layer.values[:, 0, :, 1].tolist() == [[0, 2, 2, 0, 0], [0, 0, 0, 2, 2]]
 
 
 def test_banned_and_missing_ids_are_never_written() -> None:

@@ -35,6 +35,7 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Scorer
 from trivium.generation.slots import Bank
 from trivium.models.transformer import build
+from trivium.parts.cache import LayerCache
 from trivium.parts.options.positions import Learned
 
 
@@ -261,7 +262,8 @@ def test_kernels_that_read_a_prompt_wrong_are_told_and_not_used(broken: bool) ->
     plain.join([1], rows)
     bank.join([0], rows)  # it is known now, and said once
     assert bank.last_B[1] == bank.last_B[0] == plain.last_B[1]
-    assert torch.equal(bank.cache.layers[1].keys[1], plain.cache.layers[1].keys[1])
+    ours, theirs = (cast(LayerCache, one.cache.layers[1]) for one in (bank, plain))
+    assert torch.equal(ours.keys[1], theirs.keys[1])
 
 
 @torch.no_grad()

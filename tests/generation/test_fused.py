@@ -6,12 +6,11 @@ They need a GPU; the kernels alone also run in Triton's interpreter (TRITON_INTE
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import trivium
 from tests.generation import tiny
+from trivium.fast.choose import fast, for_inference
 from trivium.generation.choosing import Kind
 from trivium.generation.engine import Request, Token, stream
 from trivium.generation.rows import Row
@@ -27,20 +27,24 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.slots import Bank
 from trivium.generation.speculative import Speculate, speculative
 from trivium.interop.quantize import quantize
+from trivium.kernels.hardware import can_launch
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block, Parallel
 from trivium.models.transformer import Transformer, build
 from trivium.parts.attention import MultiHeadAttention
+from trivium.parts.cache import LayerCache, SlotMask, Slots
+from trivium.parts.masks import ScoreMask
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.feedforward import Glu, Mlp
 from trivium.parts.options.norms import LayerNorm, RMSNorm
 from trivium.parts.options.positions import Alibi, Buckets, Learned, NoPositions, Rotary, Sinusoidal
+from trivium.parts.site import Site
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 kernels = pytest.mark.skipif(
-    not GPU and not os.environ.get("TRITON_INTERPRET"), reason="kernels need a CUDA GPU, or Triton's interpreter"
+    not can_launch(torch.zeros(1, device=DEVICE)), reason="kernels need a CUDA GPU, or Triton's interpreter"
 )
 graphs = pytest.mark.skipif(not GPU, reason="graphs need a CUDA GPU")
 HOPPER = GPU and torch.cuda.get_device_capability() >= (9, 0)
@@ -84,7 +88,9 @@ def model(block: Block | Parallel, dtype: torch.dtype = torch.float32, width: in
     with torch.no_grad():  # a fresh model says little
         for parameter in made.parameters():
             parameter.mul_(3)
-    return made.to(DEVICE, dtype).eval()
+    made.to(DEVICE, dtype)
+    fast(made)
+    return made.eval()
 
 
 def requests(count: int, sampling: Sequence[Sampling], tokens: int) -> list[Request]:
@@ -146,6 +152,7 @@ def test_a_fused_step_reads_weights_of_few_bits(name: str, bits: int, rows: int,
     made = model(BLOCKS[name], width=128).cpu()  # four bits come in pairs of groups of 32
     quantize(made, bits)
     made.to(DEVICE)
+    fast(made)
     assert recognised(made)
     steps_agree(made, rows, 2e-5, bold=bold)
 
@@ -153,16 +160,15 @@ def test_a_fused_step_reads_weights_of_few_bits(name: str, bits: int, rows: int,
 @kernels
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @torch.no_grad()
-def test_weights_that_lie_side_by_side_are_not_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_lie_side_by_side_are_not_copied(name: str) -> None:
     from trivium.generation.fused import Fused
 
-    monkeypatch.setattr("trivium.parts.attention.columns", lambda weight: weight)  # rows, as on a GPU
+    if not GPU:
+        pytest.skip("on a CPU they lie column by column")
     made = model(BLOCKS[name])
     bank = Bank(made, 2, CONTEXT, 0)
     copying = Fused(made, bank.cache, bank.slots, bank.last_B)
-    for part in made.modules():
-        if isinstance(part, MultiHeadAttention):
-            part.pack()
+    for_inference(made)
     sharing = Fused(made, bank.cache, bank.slots, bank.last_B)
     assert len(copying.copies) > 3
     assert [one.shape for one in sharing.copies] == [sharing.arrived.shape]
@@ -186,7 +192,7 @@ def steps_agree(made: Transformer, rows: int, close: float, *, bold: bool) -> No
     for _ in range(4):
         expected = bank.forward()
         for layer in bank.cache.layers:  # what the step has to write is poisoned before
-            layer.keys.transpose(1, 2)[bank.slots.rows_B1, bank.slots.places(1)] = 77.0
+            cast(LayerCache, layer).keys.transpose(1, 2)[bank.slots.rows_B1, bank.slots.places(1)] = 77.0
         found = fused.forward()
         assert float((found - expected).float().norm() / expected.float().norm()) < close
         bank.finish(expected, Kind(False, False, False))
@@ -212,7 +218,8 @@ def test_prompts_are_read_into_slots_as_into_a_cache(name: str, part: int, monke
         for bank in banks:
             bank.join([3, 0, 2], rows)
         assert torch.equal(banks[0].last_B, banks[1].last_B)
-        for one, other in zip(banks[0].cache.layers, banks[1].cache.layers, strict=True):
+        both = [[cast(LayerCache, layer) for layer in bank.cache.layers] for bank in banks]
+        for one, other in zip(*both, strict=True):
             for slot, row in zip([3, 0, 2], rows, strict=True):
                 held = slice(0, len(row.ids))
                 torch.testing.assert_close(one.keys[slot, :, held], other.keys[slot, :, held], rtol=1e-4, atol=1e-4)
@@ -316,6 +323,7 @@ def test_graphs_outlive_the_scratch_of_products_that_the_process_had() -> None:
 @graphs
 def test_sources_too_are_decoded_by_graphs() -> None:
     made = tiny.model("t5-small", VOCAB)
+    fast(made)
     wishes = [
         Request(ids=(0,), tokens=9, sampling=GREEDY, seed=row, source=tiny.draw(row, 3 + 9 * row, VOCAB))
         for row in range(5)
@@ -341,23 +349,30 @@ def test_speculation_by_graphs_writes_the_greedy_text(name: str) -> None:
         assert others(found, expected) <= 1  # rounding may decide between two equal scores
 
 
+def over_slots(query: Tensor, keys: Tensor, values: Tensor, slots: Slots, window: int) -> Tensor:
+    """Plain attention with a scale of 0.2 over a mask of what each sequence holds."""
+    (heads, new, size), groups, longest = query.shape[1:], keys.shape[1], keys.shape[2]
+    part = MultiHeadAttention(MultiHead(heads=heads, groups=groups), Site(width=heads * size, context=longest))
+    part.scale = 0.2
+    return part.sdpa(query, keys, values, ScoreMask(SlotMask(slots=slots).within(window), new, longest, query.device))
+
+
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("window", [0, 50])
 def test_the_attention_kernel_is_the_plain_attention(dtype: torch.dtype, new: int, window: int) -> None:
     from trivium.kernels.decode import attend
-    from trivium.parts.cache import Slots, plainly
 
     for batch, heads, groups, longest, size in SHAPES if GPU else SHAPES[2:]:
-        slots = Slots(batch, longest, torch.device(DEVICE), direct=True)
+        slots = Slots(batch, longest, torch.device(DEVICE))
         slots.lengths_B.random_(0, longest - new)
         query = torch.randn(batch, new, heads, size, device=DEVICE, dtype=dtype).transpose(1, 2)
         keys, values = torch.randn(2, batch, groups, longest, size, device=DEVICE, dtype=dtype)
         arrived = torch.zeros(batch, groups, dtype=torch.int32, device=DEVICE)
         for _ in range(3):
             found = attend(query, keys, values, slots.lengths_B, arrived, 0.2, window)
-            expected = plainly(query.float(), keys.float(), values.float(), slots, 0.2, window)
+            expected = over_slots(query.float(), keys.float(), values.float(), slots, window)
             error = (found.float() - expected).norm() / expected.norm()
             assert float(error) < (2e-6 if dtype == torch.float32 else 1e-2)
         assert not arrived.any()

@@ -28,7 +28,7 @@ from trivium.generation.beams import pools_of, room_for, together
 from trivium.generation.frontier import CHUNK, rules, top
 from trivium.generation.graphs import Graphs
 from trivium.generation.pool import Pool, Wish
-from trivium.generation.scorer import Prompt, Scorer
+from trivium.generation.scorer import Prompt, Scorer, evaluating
 from trivium.generation.translation import search_texts
 from trivium.models.transformer import Transformer, build
 from trivium.parts.options.output import NoOutput, Softmax
@@ -248,9 +248,15 @@ def test_a_search_has_rows_for_its_texts_and_not_many_more() -> None:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every search in four rows, as on a GPU."""
-    monkeypatch.setattr(searching, "poolable", lambda *_: True)
+    """Every pool with four rows."""
     monkeypatch.setattr(searching, "room_for", lambda *given: replace(room_for(*given), rows=4))
+
+
+def in_rows(model: Transformer | Scorer, asked: Sequence[Search], beam: Beam, banned: Sequence[int] = ()) -> Any:
+    """The search in a pool of rows, which only a GPU takes by itself."""
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
+    with evaluating(*scorer.models), torch.inference_mode():
+        return searching._pooled(scorer, asked, beam, frozenset({5}), LIMIT, banned, lambda done: None)
 
 
 @pytest.mark.usefixtures("rows")
@@ -259,20 +265,18 @@ def test_rows_whose_texts_all_reach_the_last_step_are_used_again(name: str) -> N
     """There is room for whole multiples of 16 steps: a text that is done there has no next one."""
     scorer, beam, ends = Scorer(MODELS[name]), Beam(beams=3, n=2), frozenset({5})
     asked = [replace(item, tokens=16) for item in wishes("encoder-decoder", 2, 9)]
-    found = search(scorer, asked, beam, end=5, vocab=LIMIT, banned=(BANNED,))
+    found = in_rows(scorer, asked, beam, banned=(BANNED,))
     assert any(len(ours[0].ids) == 16 for ours in found)
     for item, ours in zip(asked, found, strict=True):
         near(ours, host_search(scorer, item, beam, ends=ends, vocab=LIMIT, banned=(BANNED,)))
 
 
 @pytest.mark.usefixtures("rows")
-def test_a_pool_does_not_outlive_its_model_nor_stay_on_a_device_that_the_model_has_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pool_does_not_outlive_its_model_nor_stay_on_a_device_that_the_model_has_left() -> None:
     models = [copy.deepcopy(MODELS["t5-mini"]) for _ in range(2)]
     asked = wishes("encoder-decoder", 1, 3)
     for scorer in (Scorer(models[0]), Scorer(*models)):
-        search(scorer, asked, Beam(beams=2), end=5)
+        in_rows(scorer, asked, Beam(beams=2))
         pools = pools_of(scorer)
         assert pools.size > 0
     model = weakref.ref(models[0])
@@ -280,10 +284,9 @@ def test_a_pool_does_not_outlive_its_model_nor_stay_on_a_device_that_the_model_h
     assert model() is None
 
     last = copy.deepcopy(MODELS["t5-mini"])
-    search(last, asked, Beam(beams=2), end=5)
+    in_rows(last, asked, Beam(beams=2))
     assert pools_of(Scorer(last)).size > 0
-    monkeypatch.setattr(searching, "poolable", lambda *_: False)
-    search(last, asked, Beam(beams=2), end=5)
+    search(last, asked, Beam(beams=2), end=5)  # on the CPU, where no pool is used
     assert pools_of(Scorer(last)).size == 0
 
 
@@ -299,11 +302,11 @@ def test_a_pool_makes_no_more_graphs_than_it_may_and_finds_the_same_without(monk
     monkeypatch.setattr(Graphs, "run", counted)
     asked, beam = wishes("encoder-decoder", 4, 11), Beam(beams=2)
     model = copy.deepcopy(MODELS["t5-mini"])
-    expected = search(model, asked, beam, end=5)
+    expected = in_rows(model, asked, beam)
     assert len(made) > 2
     made.clear()
     monkeypatch.setattr(pooling, "GRAPHS", 2)
-    found = search(copy.deepcopy(model), asked, beam, end=5)
+    found = in_rows(copy.deepcopy(model), asked, beam)
     assert len(made) == 2
     for ours, theirs in zip(found, expected, strict=True):
         near(ours, theirs)

@@ -22,7 +22,7 @@ from trivium.generation.rows import Row
 from trivium.generation.scorer import evaluating
 from trivium.generation.slots import Bank
 from trivium.models.transformer import Transformer
-from trivium.parts.cache import Cache
+from trivium.parts.cache import Cache, LayerCache
 from trivium.parts.options.positions import Learned
 from trivium.parts.output import SoftmaxOutput
 
@@ -50,6 +50,7 @@ class Reads:
         model.train(was)
         for row, end in enumerate((ends_n % tokens).tolist()):
             for layer, read in zip(self.cache.layers, cache.layers, strict=True):
+                layer, read = cast(LayerCache, layer), cast(LayerCache, read)
                 for kept, new in ((layer.keys, read.keys), (layer.values, read.values)):
                     new[row, :, end + 1 :] = 1e3 if ends_n[row] // tokens == row else new[0, :, end + 1 :]
                     kept[slots_n[row], :, :tokens] = new[row]

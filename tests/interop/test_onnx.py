@@ -23,11 +23,12 @@ from tests.battery import lively
 from tests.cases import CASES, CONTEXT, Case, shrunk
 from tests.generation.tiny import DENOISING, MASKED
 from trivium.errors import CheckpointError, RequestError, TriviumError
+from trivium.fast.choose import for_inference
 from trivium.interop import onnx as exporting
 from trivium.interop.onnx import export_onnx
 from trivium.models.config import AnyStack, ModelConfig, Stack
 from trivium.models.presets import PRESETS
-from trivium.models.transformer import Transformer, arrange
+from trivium.models.transformer import Transformer
 from trivium.objectives.options import PAD
 from trivium.parts.quantized import hollow
 from trivium.parts.sentence import PooledSentence
@@ -81,7 +82,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exporte
     def made(name: str) -> Exported:
         tokenizer = DENOISING if name == "t5-mini" else MASKED
         model, said = small(name, tokenizer.size), list[str]()
-        arrange(model)
+        for_inference(model)
         with pytest.MonkeyPatch.context() as patch:
             if name == "llama-mini":
                 patch.setattr(exporting, "EXTERNAL", 0)

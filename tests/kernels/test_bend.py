@@ -4,33 +4,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 
-from tests.parts.drawing import FORMULAS, drawn, random
-from trivium.parts import feedforward
-from trivium.parts.feedforward import BENT
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.site import Site
+from tests.kernels.launch import DEVICE, needs_triton
+from tests.parts.drawing import FORMULAS, random
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 bend: Any = pytest.importorskip("trivium.kernels.bend", reason="needs Triton")
 tl = triton.language
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
 pytestmark = [
-    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter"),
+    needs_triton,
     pytest.mark.filterwarnings("ignore:overflow encountered"),  # of the interpreter, where a power is endless
 ]
 
@@ -60,7 +48,7 @@ def drawn_for(rows: tuple[int, ...], columns: int, gated: bool) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", BENT)
+@pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize(("rows", "columns"), [((16,), 256), ((37,), 300), ((3, 5), 41), ((1,), 1), ((70,), 33)])
 def test_values_and_gradients_are_those_of_the_formula(
     rows: tuple[int, ...], columns: int, activation: str, gated: bool
@@ -77,7 +65,7 @@ def test_values_and_gradients_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", BENT)
+@pytest.mark.parametrize("activation", FORMULAS)
 def test_in_bfloat16_only_results_are_rounded(activation: str, gated: bool) -> None:
     pre, bias, grad = (x.detach().bfloat16() for x in drawn_for((37,), 300, gated))
     pre.requires_grad_()
@@ -114,7 +102,7 @@ def test_the_normal_distribution_has_torchs_erf() -> None:
     assert (share / below - 1)[tail].abs().max().item() < 1e-3
 
 
-@pytest.mark.parametrize("activation", BENT)
+@pytest.mark.parametrize("activation", FORMULAS)
 def test_large_numbers_have_a_value_and_a_slope_of_their_own(activation: str) -> None:
     pre = torch.tensor([[-1e9, -200.0, 200.0, 1e9]], device=DEVICE, requires_grad=True)
     found = bend.bent(pre, None, activation)
@@ -124,7 +112,7 @@ def test_large_numbers_have_a_value_and_a_slope_of_their_own(activation: str) ->
     assert grad.tolist() == [[0, 0, 400, 2e9] if squared else [0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("activation", BENT)
+@pytest.mark.parametrize("activation", FORMULAS)
 def test_what_is_not_a_number_is_seen(activation: str) -> None:
     pre = torch.zeros(3, 8, device=DEVICE)
     pre[1, 2] = float("nan")
@@ -180,102 +168,3 @@ def test_operators_are_what_they_say_of_themselves(bias: torch.dtype | None) -> 
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(bend.forward, (pre, given, "silu", True), test_utils=tests)
     torch.library.opcheck(bend.backward, (grad, pre.detach(), "silu", 0 if bias is None else 3), test_utils=tests)
-
-
-def parts(bias: bool = True) -> list[nn.Module]:
-    site = Site(width=16, context=8)
-    options = (Mlp(hidden=48, activation="gelu", bias=bias), Glu(hidden=48, bias=bias))
-    return [drawn(one.build(site)).to(DEVICE).train() for one in options]
-
-
-@pytest.fixture
-def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules as on a GPU in bfloat16."""
-    monkeypatch.setattr(feedforward, "_by_kernel", lambda x, *layers: True)
-
-
-def gradients(part: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    x = draw(4, 8, 16, seed=5).requires_grad_()
-    out = call(x)
-    return [out, *torch.autograd.grad(out, (x, *part.parameters()), draw(*out.shape, seed=6))]
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_modules_are_the_same_by_the_kernels_in_one_graph(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in parts(bias):
-        monkeypatch.setattr(feedforward, "_by_kernel", lambda x, *layers: False)
-        expected = gradients(part, part)
-        monkeypatch.setattr(feedforward, "_by_kernel", lambda x, *layers: True)
-        compiled = torch.compile(part, backend="aot_eager", fullgraph=True)
-        for found in (gradients(part, part), gradients(part, compiled)):
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("by_kernel")
-def test_gradients_of_gate_and_up_need_not_be_laid_side_by_side() -> None:
-    part, graphs = parts()[1], []
-
-    def kept(module: torch.fx.GraphModule, inputs: object) -> Any:
-        graphs.append([node.target for node in module.graph.nodes if node.op == "call_function"])
-        return make_boxed_func(module.forward)
-
-    backend = aot_autograd(fw_compiler=lambda module, inputs: make_boxed_func(module.forward), bw_compiler=kept)
-    gradients(part, torch.compile(part, backend=backend, fullgraph=True))
-    torch._dynamo.reset()
-    (back,) = graphs
-    assert torch.ops.trivium.bent_backward.default in back
-    assert torch.ops.aten.cat.default not in back
-
-
-def test_nothing_more_is_kept_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in parts():
-        kept = {}
-        for fast in (False, True):
-            monkeypatch.setattr(feedforward, "_by_kernel", lambda x, *layers, fast=fast: fast)
-            sizes: dict[int, int] = {}
-
-            def pack(x: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-                storage = x.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
-                return x
-
-            with saved_tensors_hooks(pack, lambda x: x):
-                out = part(draw(4, 8, 16))
-            kept[fast] = sum(sizes.values())
-            del out
-        assert 0 < kept[True] <= kept[False]
-
-
-@pytest.mark.usefixtures("by_kernel")
-def test_a_frozen_bias_has_no_gradient_and_a_frozen_matrix_does_not_take_the_biass() -> None:
-    part = parts()[0]
-    assert isinstance(part.up, nn.Linear)
-    part.up.bias.requires_grad_(False)
-    part(draw(4, 16)).sum().backward()
-    assert part.up.bias.grad is None
-    assert part.up.weight.grad is not None
-    part.zero_grad()
-    part.requires_grad_(False)
-    part.up.bias.requires_grad_(True)
-    part(draw(4, 16)).sum().backward()
-    assert part.up.weight.grad is None
-    assert part.up.bias.grad is not None
-
-
-@pytest.mark.usefixtures("by_kernel")
-def test_one_program_is_for_any_number_of_rows() -> None:
-    for part in parts():
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(part, backend=counter, dynamic=True, fullgraph=True)
-        programs = []
-        for rows in (28, 45, 33, 57, 91):
-            x = draw(rows, 16)
-            found = torch.autograd.grad(compiled(x).square().sum(), list(part.parameters()))
-            expected = torch.autograd.grad(part(x).square().sum(), list(part.parameters()))
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-            programs.append(counter.frame_count)
-        assert programs == [programs[0]] * 5
-        torch._dynamo.reset()

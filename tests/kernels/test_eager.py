@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trivium.kernels.eager import RootMeanSquare, SquaredRelu, Turned, wanted
-from trivium.parts.feedforward import squared_relu
+from trivium.kernels.eager import RootMeanSquare, SquaredRelu, Turned, use_cpu_kernels
 
 Rows = tuple[int, ...]
 
@@ -73,9 +72,16 @@ def test_a_turn_is_the_product_with_a_complex_number() -> None:
     assert_same(both(lambda x: Turned.apply(x, angles.cos(), angles.sin()), plain, x))  # type: ignore[no-untyped-call]
 
 
-def test_the_plain_way_is_taken_without_gradients() -> None:
+def test_they_are_for_eager_steps_on_a_cpu() -> None:
     x = torch.randn(3, requires_grad=True)
-    assert wanted(x)
+    assert use_cpu_kernels(x)
+    assert not use_cpu_kernels(x.to("meta"))
     with torch.no_grad():
-        assert not wanted(x)
-        assert torch.equal(squared_relu(x), F.relu(x).square())
+        assert not use_cpu_kernels(x)
+
+    def asked(x: Tensor) -> Tensor:
+        return x if use_cpu_kernels(x) else -x
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(asked, backend="eager", fullgraph=True)(x), -x)
+    torch._dynamo.reset()

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,14 +11,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.kernels.launch import DEVICE, needs_gpu, needs_triton
+
 if TYPE_CHECKING:
     from trivium.kernels.flash import Plan
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytest.importorskip("triton", reason="needs Triton")
-pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
+pytestmark = needs_triton
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, seen: Tensor | None, causal: bool) -> Tensor:
@@ -210,7 +207,7 @@ def test_gradients_of_one_product_need_no_copy() -> None:
         assert grad.untyped_storage().data_ptr() == grads[0].untyped_storage().data_ptr()
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize(
     ("queries", "size", "causal"),
     [(512, 64, False), (114, 64, True), (256, 128, True), (64, 32, False), (128, 128, True)],
@@ -235,7 +232,7 @@ def test_bfloat16_is_as_near_as_bfloat16_can_be(queries: int, size: int, causal:
         assert (one.double() - two).norm() / two.norm() < 1e-2
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("length", [114, 256])
 def test_a_step_can_be_recorded(length: int) -> None:
     """Into a CUDA graph, forward and backward, the gradient of the bias included."""

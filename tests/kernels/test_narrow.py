@@ -5,7 +5,6 @@ On a GPU, or in Triton's interpreter; the layer that uses them on a GPU alone.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,17 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernels.launch import DEVICE, GPU, needs_gpu, needs_triton
+from trivium.fast.choose import fast
 from trivium.kernels import levels
+from trivium.kernels.hardware import INTERPRETED
 from trivium.parts.linear import Linear
 from trivium.parts.quantized import Bits, Packed, QuantizedLinear, pack, unpack
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytest.importorskip("triton", reason="needs Triton")
-pytestmark = pytest.mark.skipif(not GPU and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+pytestmark = needs_triton
 
 BITS: tuple[Bits, ...] = (8, 4)
 SHAPES = [(40, 64), (33, 190), (70, 768), (5, 320)]  # padded inputs, groups that are no power of two, few outputs
@@ -213,6 +209,7 @@ def layer(bits: Bits, outputs: int = 96, inputs: int = 320) -> QuantizedLinear:
     plain.weight.data, plain.bias.data = drawn(outputs, inputs), drawn(outputs, seed=1)
     new = QuantizedLinear(plain, bits)
     new.fill(plain.weight)
+    fast(new)
     return new
 
 

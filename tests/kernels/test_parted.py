@@ -4,28 +4,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.parts.drawing import LAYOUTS, drawn, random
-from trivium.parts import attention
-from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.masks import Mask, Resolved
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.positions import Rotary
-from trivium.parts.positions import Positions
-from trivium.parts.site import Site
+from tests.kernels.launch import DEVICE, needs_gpu, needs_triton
+from tests.parts.drawing import LAYOUTS, random
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytest.importorskip("triton", reason="needs Triton")
-pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
+pytestmark = needs_triton
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -90,60 +78,7 @@ def test_a_product_that_is_cut_has_the_gradients_of_one_that_is_split(way: str, 
     torch._dynamo.reset()
 
 
-def gradients(part: MultiHeadAttention, x_BTD: Tensor, mask: Resolved, position: Positions, way: str) -> list[Tensor]:
-    at = torch.arange(x_BTD.shape[1], device=DEVICE)[None]
-    prepared = position.prepare(at, at)
-
-    def run(x: Tensor) -> Tensor:
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            result: Tensor = part(x, mask, position, prepared)
-        return result
-
-    out = (torch.compile(run, backend="aot_eager", fullgraph=True) if way == "compiled" else run)(x_BTD)
-    found = torch.autograd.grad(out, [x_BTD, *part.parameters()], draw(*out.shape, seed=8).to(out.dtype))
-    torch._dynamo.reset()
-    return [out, *found]
-
-
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("case", ["bare", "turned", "ours", "normed", "narrow"])
-def test_a_layer_has_the_gradients_of_the_plain_way(
-    case: str, way: str, few: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Biases of float32 beside products of bfloat16; what would be no gain goes the plain way."""
-    from trivium.kernels import parted
-
-    site = Site(width=64, context=24, head=16)
-    part = drawn(MultiHead(heads=4, bias="all", norm="rms" if case == "normed" else "none").build(site)).to(DEVICE)
-    assert isinstance(part, MultiHeadAttention)
-    part.train().query.narrow = case == "narrow"
-    for parameter in part.parameters():
-        parameter.data *= 0.2
-    position = (Rotary().build(site) if case == "turned" else Positions()).to(DEVICE)
-    mask = Resolved(None, True, mask=Mask(causal=True)) if case == "ours" else Resolved(None, True)
-    calls: list[int] = []
-    whole = parted.cut
-
-    def counted(packed: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        calls.append(1)
-        return whole(packed, bias, heads)
-
-    monkeypatch.setattr(part, "_one", lambda x: True)
-    monkeypatch.setattr(parted, "cut", counted)
-    x_BTD = draw(2, 24, 64, seed=7).requires_grad_()
-    fast = gradients(part, x_BTD, mask, position, way)
-    assert bool(calls) == (case == "bare")
-    monkeypatch.setattr(attention, "PARTED", False)
-    calls.clear()
-    slow = gradients(part, x_BTD, mask, position, way)
-    assert not calls
-    assert torch.equal(fast[0], slow[0])
-    for one, two in zip(fast, slow, strict=True):
-        assert one.dtype == two.dtype
-        assert (one - two).norm() <= 1e-2 * two.norm() + 1e-6
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@needs_gpu
 def test_a_step_can_be_recorded() -> None:
     from trivium.kernels.parted import cut
 

@@ -4,21 +4,17 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernels.launch import DEVICE, needs_triton
 from tests.parts.drawing import random
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EPS = 1e-5
 
-pytest.importorskip("triton", reason="needs Triton")
-pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
+pytestmark = needs_triton
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
-from trivium.generation import choosing, sampling
+from tests.kernels.launch import DEVICE, GPU, needs_gpu, needs_triton
 from trivium.generation.choosing import Chooser, Kind
 from trivium.generation.rows import Request, Row
-from trivium.generation.sampling import Sampling, distribution, keep_min_p, keep_top_k, keep_top_p
+from trivium.generation.sampling import (
+    Sampling,
+    by_kernel,
+    distribution,
+    draw,
+    heat,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalise,
+)
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytest.importorskip("triton", reason="needs Triton")
-pytestmark = pytest.mark.skipif(not GPU and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+pytestmark = needs_triton
 
 Asked = tuple[int, float, float]  # top-k, top-p, min-p
 
@@ -168,33 +171,46 @@ SAMPLINGS = [
 ]
 
 
-def texts(logits: Tensor, steps: int) -> list[list[int]]:
-    """What a chooser draws for each sampling, from the same scores in every step."""
-    chooser = Chooser(len(SAMPLINGS), logits.shape[1], 8, torch.device(DEVICE))
-    chooser.shut(logits.shape[1] - 1, [3])
+def chooser_of(vocab: int) -> Chooser:
+    """One with a row for each sampling; the last id and 3 are shut."""
+    chooser = Chooser(len(SAMPLINGS), vocab, 8, torch.device(DEVICE))
+    chooser.shut(vocab - 1, [3])
     rows = [Row(at, Request(ids=(1, 2), tokens=8, sampling=one, seed=at)) for at, one in enumerate(SAMPLINGS)]
     chooser.bring(range(len(rows)), rows)
     chooser.settle(torch.arange(len(rows), device=DEVICE), torch.tensor(chooser.settings(rows), device=DEVICE))
-    return [chooser.choose(logits, Kind.of(SAMPLINGS)).tolist() for _ in range(steps)]
+    return chooser
 
 
-def test_seeds_give_the_same_text_with_and_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = drawn(len(SAMPLINGS), 100, 4)
-    made = {}
-    for kernel in (True, False):
-        monkeypatch.setattr(choosing, "by_kernel", lambda logits, kernel=kernel: kernel)
-        made[kernel] = texts(logits, 3)
-    assert made[True] == made[False]
+def sorted_out(logits: Tensor, one: Sampling, seen: Tensor) -> Tensor:
+    """The distribution by the plain filters."""
+    logits = penalise(logits, seen, one.repetition_penalty) if one.penalises else logits
+    if one.greedy:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    return plain(heat(logits, one.temperature), [(one.top_k, one.top_p, one.min_p)] * len(logits)).softmax(-1)
 
 
-def test_distributions_are_the_same_with_and_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chooser_draws_the_text_of_the_plain_filters() -> None:
+    vocab, steps = 100, 3
+    logits, chooser = drawn(len(SAMPLINGS), vocab, 4), chooser_of(100)
+    assert by_kernel(logits)
+    made = [chooser.choose(logits, Kind.of(SAMPLINGS)).tolist() for _ in range(steps)]
+    shut = torch.zeros(vocab, dtype=torch.bool, device=DEVICE)
+    shut[[3, vocab - 1]] = True
+    for row, one in enumerate(SAMPLINGS):
+        seen = torch.zeros(1, vocab, dtype=torch.bool, device=DEVICE)
+        seen[0, [1, 2]] = True
+        for step in range(steps):
+            shares = sorted_out(logits[row, None].masked_fill(shut, -math.inf), one, seen)
+            expected = int(draw(shares, chooser.uniforms_BN[row, step, None]))
+            assert made[step][row] == expected, (one, step)
+            seen[0, expected] = True
+
+
+def test_distributions_are_those_of_the_plain_filters() -> None:
     logits, seen = drawn(2, 100, 4), torch.zeros(2, 100, dtype=torch.bool, device=DEVICE)
+    assert by_kernel(logits)
     for one in SAMPLINGS:
-        made = []
-        for kernel in (True, False):
-            monkeypatch.setattr(sampling, "by_kernel", lambda logits, kernel=kernel: kernel)
-            made.append(distribution(logits, seen, one))
-        assert torch.equal(*made)
+        assert torch.equal(distribution(logits, seen, one), sorted_out(logits, one, seen))
 
 
 @needs_gpu

@@ -4,26 +4,23 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.launch import DEVICE, needs_gpu, needs_triton
 from tests.parts.drawing import FORMULAS, LAYOUTS, random
 from trivium.kernels.fp8 import FORMAT, quantized
-from trivium.parts.feedforward import BENT
 
 pytest.importorskip("triton", reason="needs Triton")
 rounding: Any = pytest.importorskip("trivium.kernels.rounding", reason="needs Triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SIZES = [(16, 256), (37, 300), (3, 1500), (1, 1), (1, 768), (70, 33), (2, 4500)]  # from 1,500 on in several pieces
 
 pytestmark = [
-    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter"),
+    needs_triton,
     # of the interpreter, where a power is endless or a number none
     pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered"),
 ]
@@ -74,7 +71,7 @@ def same_bits(values: Tensor, scale: Tensor, row: Tensor) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", BENT)
+@pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_a_hidden_layer_comes_with_its_rounding(rows: int, columns: int, activation: str, gated: bool) -> None:
     pre = draw(rows, (1 + gated) * columns, seed=1, scale=2)
@@ -86,7 +83,7 @@ def test_a_hidden_layer_comes_with_its_rounding(rows: int, columns: int, activat
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", BENT)
+@pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize(("rows", "columns", "parts"), [(*size, (0, 1, 7)[at % 3]) for at, size in enumerate(SIZES)])
 def test_a_gradient_comes_with_its_rounding_and_its_sums(
     rows: int, columns: int, parts: int, activation: str, gated: bool
@@ -113,7 +110,7 @@ def test_rows_read_back_have_the_bits_of_rows_held(
     pre, grad = draw(rows, (1 + gated) * columns, seed=1, scale=2), draw(rows, columns, seed=2)
     if odd is not None:
         grad[1, 7] = odd
-    for activation in BENT:
+    for activation in FORMULAS:
         found, values, scale, _ = made = rounding._unbent8_shapes(grad, pre, activation, 0)
         rounding.launch_twice(grad, pre, made, activation, rounding.TWICE._replace(columns=piece, stages=stages))
         same_bits(values, scale, found)
@@ -175,7 +172,7 @@ def test_every_quotient_of_bfloat16_is_rounded_as_by_a_division(power: int) -> N
     assert not torch.equal(multiplied.float(), values.float())  # so there are quotients on which it depends
 
 
-@pytest.mark.parametrize("activation", BENT)
+@pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_rows_of_zeros_stay_zeros_of_their_sign(activation: str, zero: float) -> None:
     pre = torch.full((5, 80), zero, dtype=torch.bfloat16, device=DEVICE)
@@ -195,7 +192,7 @@ def test_rows_of_zeros_stay_zeros_of_their_sign(activation: str, zero: float) ->
 def test_what_is_not_finite_is_seen_and_stays_in_its_row(gated: bool, odd: float) -> None:
     pre, grad = draw(6, (1 + gated) * 40, seed=1), draw(6, 40, seed=2)
     others = [0, 1, 2, 4, 5]
-    for activation in BENT:
+    for activation in FORMULAS:
         clean = (*rounding.bent8(pre, activation, gated), *rounding.unbent8(grad, pre, activation, 0)[:3])
         spoiled = pre.clone()
         spoiled[3, 7] = odd
@@ -305,9 +302,9 @@ def test_operators_stay_whole_in_a_compiled_graph() -> None:
         torch._dynamo.reset()
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter is too slow for so many numbers")
+@needs_gpu  # the interpreter is too slow for so many numbers
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", BENT)
+@pytest.mark.parametrize("activation", FORMULAS)
 def test_large_layers_are_those_of_the_kernels_without_rounding(activation: str, gated: bool) -> None:
     from trivium.kernels import bend
 
@@ -323,9 +320,9 @@ def test_large_layers_are_those_of_the_kernels_without_rounding(activation: str,
     torch.testing.assert_close(sums.sum(0), others.sum(0), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter is too slow for so many numbers")
+@needs_gpu  # the interpreter is too slow for so many numbers
 @pytest.mark.parametrize("columns", [4104, 5632, 8192, 14_336])
-@pytest.mark.parametrize("activation", BENT)
+@pytest.mark.parametrize("activation", FORMULAS)
 def test_wide_gradients_are_those_of_the_kernel_without_rounding(activation: str, columns: int) -> None:
     from trivium.kernels import bend
 
@@ -336,7 +333,7 @@ def test_wide_gradients_are_those_of_the_kernel_without_rounding(activation: str
         same_bits(values, scale, found)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter is too slow for so many numbers")
+@needs_gpu  # the interpreter is too slow for so many numbers
 @pytest.mark.parametrize(("rows", "heads"), [(4, 12), (4, 16), (2, 25)])
 def test_large_gradients_side_by_side_are_those_of_the_kernel_without_rounding(rows: int, heads: int) -> None:
     from trivium.kernels import parted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 
 import pytest
 import torch
@@ -12,17 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.kernels.launch import DEVICE, needs_triton
 from tests.parts.drawing import random
-from trivium.kernels import loss as kernels
 from trivium.kernels.loss import Scoring, summed
 from trivium.kernels.loss import differentiated as plain
 from trivium.labels import IGNORED
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytest.importorskip("triton", reason="needs Triton")
-pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
+pytestmark = needs_triton
 
 CASES = list(itertools.product((100, 128), (0.0, 3.0), (0.0, 0.1), (False, True)))
 
@@ -118,8 +113,7 @@ def test_gradients_are_rounded_to_the_precision_of_the_logits() -> None:
     torch.testing.assert_close(gradient.float(), expected, rtol=room, atol=1e-9)
 
 
-def test_the_whole_loss_goes_through_the_kernel_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_by_kernel", lambda logits: True)
+def test_the_whole_loss_goes_through_the_kernel_in_one_graph() -> None:
     leaves = (random(50, 16).to(DEVICE), random(100, 16, seed=1).to(DEVICE), random(100, seed=2).to(DEVICE))
     hidden, weight, bias = (leaf.requires_grad_() for leaf in leaves)
     labels = torch.randint(100, (50,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -140,8 +134,7 @@ def test_the_whole_loss_goes_through_the_kernel_in_one_graph(monkeypatch: pytest
     torch._dynamo.reset()
 
 
-def test_one_program_is_for_batches_of_any_number_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_by_kernel", lambda logits: True)
+def test_one_program_is_for_batches_of_any_number_of_labels() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(summed, backend=counter, dynamic=True)
     weight = torch.randn(100, 16, device=DEVICE, requires_grad=True)

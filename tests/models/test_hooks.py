@@ -1,13 +1,12 @@
 """Hooks, wrappers and parametrisations on any linear layer are honoured, whenever they were added.
 
-The oracle is a second model with the doubled weights written into it, which nobody hooks, wraps or packs.
+The oracle is a second, plain model with the doubled weights written into it, which nobody hooks or wraps.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,20 +16,21 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization
 
 from tests.oracle.copying import enliven
+from trivium.fast.attention import FastAttention
+from trivium.fast.choose import FastOptions, fast, for_inference, for_training
+from trivium.fast.hooks import any_hooks, fingerprint, has_hooks
+from trivium.fast.linear import fast_layers, is_fast
+from trivium.fast.twins import Twins
 from trivium.generation.banks import banks_of
 from trivium.generation.continuous import Engine
 from trivium.generation.engine import Request, stream
 from trivium.generation.sampling import Sampling
 from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
-from trivium.models.transformer import Transformer, build, lay_out
-from trivium.parts import attention
-from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.hooks import any_hooks, fingerprint, has_hooks
-from trivium.parts.linear import Linear, is_plain, lent
+from trivium.models.transformer import Transformer, build
+from trivium.parts.linear import Linear
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.feedforward import FeedForward, Glu, Mlp
-from trivium.parts.twins import Twins
 
 VOCAB = 30
 GREEDY = Sampling(temperature=0)
@@ -160,17 +160,17 @@ def written(model: Transformer) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("moment", ["before lay_out", "after lay_out", "after a generation"])
+@pytest.mark.parametrize("moment", ["before loading", "after loading", "after a generation"])
 def test_every_linear_layer_is_called(way: str, moment: str) -> None:
     change, with_bias = WAYS[way]
     for name, path in LAYERS:
         model, reference = copy.deepcopy(MODELS[name]), doubled(MODELS[name], path, with_bias)
-        if moment == "before lay_out":
+        if moment == "before loading":
             change(model, path)
-        lay_out(model, torch.device("cpu"))
+        for_inference(model)
         if moment == "after a generation" and model.config.family != "encoder":
             written(model)
-        if moment != "before lay_out":
+        if moment != "before loading":
             change(model, path)
         expected = states(reference).detach()
         assert not torch.allclose(states(MODELS[name]), expected, atol=1e-3), path
@@ -185,7 +185,7 @@ def test_every_linear_layer_is_called(way: str, moment: str) -> None:
 
 def test_a_global_hook_is_called() -> None:
     model = copy.deepcopy(MODELS["decoder"])
-    lay_out(model, torch.device("cpu"))
+    for_inference(model)
     layers = [module for module in model.modules() if isinstance(module, Linear) and module.role != "head"]
     called: set[nn.Module] = set()
     handle = register_module_forward_hook(lambda module, given, result: called.add(module))
@@ -197,29 +197,20 @@ def test_a_global_hook_is_called() -> None:
     assert called.issuperset(layers)
 
 
-@contextmanager
-def one_product() -> Iterator[None]:
-    """Queries, keys and values by one product in training, as on a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MultiHeadAttention, "_one", lambda self, x: self._alike and self._plain)
-        patch.setattr(attention, "PARTED", False)
-        yield
-
-
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("training", [nullcontext, one_product])
-def test_gradients_are_those_of_the_changed_layer(
-    way: str, training: Callable[[], AbstractContextManager[None]]
-) -> None:
+@pytest.mark.parametrize("loaded", [False, True])
+def test_gradients_are_those_of_the_changed_layer(way: str, loaded: bool) -> None:
+    """On a GPU, and in Triton's interpreter, queries, keys and values are one product unless a layer is changed."""
     change, with_bias = WAYS[way]
     for name, path in LAYERS:
         model, reference = copy.deepcopy(MODELS[name]), doubled(MODELS[name], path, with_bias)
-        lay_out(model, torch.device("cpu"))
+        for_training(model, FastOptions())
+        if loaded:
+            for_inference(model)
         change(model, path)
         other = next(at for at, _ in model.named_parameters() if at.endswith("around_feedforward.norm.weight"))
-        with training():
-            for one in (model, reference):
-                states(one).square().sum().backward()  # type: ignore[no-untyped-call]
+        for one in (model, reference):
+            states(one).square().sum().backward()  # type: ignore[no-untyped-call]
         ours, theirs = model.get_parameter(other).grad, reference.get_parameter(other).grad
         assert ours is not None
         assert theirs is not None
@@ -228,7 +219,8 @@ def test_gradients_are_those_of_the_changed_layer(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tie", [False, True])
-def test_the_loss_goes_through_the_output_layer(way: str, tie: bool) -> None:
+@pytest.mark.parametrize("chosen", [False, True])
+def test_the_loss_goes_through_the_output_layer(way: str, tie: bool, chosen: bool) -> None:
     """The fused loss multiplies by the weight itself; a changed layer takes the plain way, gradients included."""
     change, with_bias = WAYS[way]
     model = copy.deepcopy(MODELS["decoder"])
@@ -238,6 +230,8 @@ def test_the_loss_goes_through_the_output_layer(way: str, tie: bool) -> None:
     elif way == "parametrisation":
         pytest.skip("a parametrised weight is no longer the embedding's")
     reference = copy.deepcopy(model)
+    if chosen:
+        fast(model)
     change(model, "output.project")
     losses = []
     for one, scale in ((model, 1.0), (reference, 2.0)):
@@ -265,15 +259,15 @@ def test_the_loss_goes_through_the_output_layer(way: str, tie: bool) -> None:
 def test_fast_paths_of_a_gpu_see_the_change(way: str) -> None:
     """What a GPU asks before it bypasses a layer, as a CPU can show it."""
     model = copy.deepcopy(MODELS["decoder"])
-    assert model.decoder is not None
-    part = model.decoder.blocks[0].attention
-    assert isinstance(part, MultiHeadAttention)
-    assert is_plain(part.out)
-    assert lent(part.out) is part.out.bias
+    fast(model)
+    part = model.get_submodule("decoder.blocks.0.attention")
+    assert isinstance(part, FastAttention)
+    assert is_fast(part.out)
+    assert fast_layers(part.query, part.out) == (part.query, part.out)
     before = fingerprint(model)
     WAYS[way][0](model, "decoder.blocks.0.attention.out")
-    assert not is_plain(part.out)
-    assert lent(part.out) is None
+    assert not is_fast(part.out)
+    assert fast_layers(part.query, part.out) == ()
     assert fingerprint(model) != before
     assert any_hooks(model) == (way in ("forward hook", "forward pre-hook", "patched forward"))
 
@@ -281,15 +275,18 @@ def test_fast_paths_of_a_gpu_see_the_change(way: str) -> None:
 def test_backward_hooks_count_as_hooks() -> None:
     for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
         layer = Linear(3, 4, bias=True, role="up")
+        fast(layer)
         handle = getattr(layer, register)(lambda *given: None)
         assert has_hooks(layer)
+        assert not is_fast(layer)
         handle.remove()
-        assert is_plain(layer)
+        assert is_fast(layer)
 
 
 def test_slots_are_not_used_again_once_a_layer_was_hooked_or_wrapped() -> None:
     """Their graphs, on a GPU, would go on without the change."""
     model = copy.deepcopy(MODELS["decoder"])
+    for_inference(model)
     wish = Request(ids=(1, 2, 3), tokens=4, sampling=GREEDY, seed=0)
 
     def run() -> list[int]:
@@ -314,9 +311,9 @@ def test_slots_are_not_used_again_once_a_layer_was_hooked_or_wrapped() -> None:
 
 def test_a_hook_on_a_weight_sees_its_gradient_beside_twins() -> None:
     model = copy.deepcopy(MODELS["decoder"])
-    assert model.decoder is not None
-    part = model.decoder.blocks[0].attention
-    assert isinstance(part, MultiHeadAttention)
+    for_training(model, FastOptions())
+    part = model.get_submodule("decoder.blocks.0.attention")
+    assert isinstance(part, FastAttention)
     seen: list[Tensor] = []
     part.out.weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
     twins = Twins(model)

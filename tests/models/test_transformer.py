@@ -18,13 +18,16 @@ from trivium.models.block import StandardBlock
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.options import Block, Parallel
 from trivium.models.transformer import Transformer, build, load_weights, weights
-from trivium.parts.masks import Mask
+from trivium.parts.losses import WithLosses, split
+from trivium.parts.masks import Mask, ScoreMask
+from trivium.parts.mixers import Context
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.options.feedforward import Glu, Mlp
 from trivium.parts.options.positions import Learned, NoPositions, Rotary
 from trivium.parts.options.residual import Post, Pre, Residual, Sandwich
 from trivium.parts.positions import Positions
+from trivium.parts.residual import Sublayer
 
 ORDER = torch.tensor([3, 0, 6, 1, 5, 2, 4])
 BAG = Stack(layers=2, block=Block(position=NoPositions()))
@@ -175,14 +178,16 @@ def test_a_block_loses_the_same_features_in_all_places_of_a_row() -> None:
     drawn = lively(ModelConfig(width=64, context=8, vocab=VOCAB, decoder=Stack(layers=1, block=block))).train()
     decoder = drawn.decoder
     assert decoder is not None
-    around = cast(Any, cast(StandardBlock, decoder.blocks[0]).around_feedforward)
-    seen, leave = list[Tensor](), around.leave
+    around, seen = cast(StandardBlock, decoder.blocks[0]).around_feedforward, list[Tensor]()
 
-    def noted(x: Tensor, fed_BTD: Tensor) -> Tensor:
-        seen.append(fed_BTD)
-        return cast(Tensor, leave(x, fed_BTD))
+    def noting(sublayer: Sublayer) -> Sublayer:
+        def noted(x: Tensor) -> Tensor | WithLosses:
+            seen.append(split(sublayer(x))[0])
+            return seen[-1]
 
-    around.leave = noted
+        return noted
+
+    around.register_forward_pre_hook(lambda _, given: (given[0], noting(given[1])))
     logits(drawn, some_ids(3, 8))
     lost_BTD = seen[0] == 0
     assert torch.equal(lost_BTD, lost_BTD[:, :1].expand_as(lost_BTD))
@@ -247,18 +252,13 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_copied(what: str, sai
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(target).items())
 
 
-def test_a_cache_remembers_the_source_and_reads_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_remembers_the_source_and_reads_it_once() -> None:
     model = lively(named("encoder-decoder: biases").config)
     tokens_BT, source_BS = some_ids(3, 6), some_ids(3, 7, seed=4)
     padding_BS = torch.arange(7).expand(3, -1) < torch.tensor([[7], [4], [5]])
-    reads = []
-    honest = Transformer.encode
-
-    def counted(self: Transformer, source: Tensor, *rest: Tensor | None) -> Tensor:
-        reads.append(source)
-        return honest(self, source, *rest)
-
-    monkeypatch.setattr(Transformer, "encode", counted)
+    reads: list[int] = []
+    assert model.encoder is not None
+    model.encoder.register_forward_hook(lambda *_: reads.append(1))
     with torch.no_grad():
         whole = model.head.logits(model(tokens_BT, source=source_BS, source_padding=padding_BS).hidden)
         reads.clear()
@@ -355,9 +355,10 @@ def test_a_parallel_block_adds_what_both_halves_read_from_one_norm() -> None:
     config = replace(named("decoder: parallel").config, decoder=Stack(layers=1, block=Parallel(position=NoPositions())))
     model = lively(config)
     assert model.decoder is not None
-    x, block = model.embedding.enter(some_ids(1, 4)), cast(Any, model.decoder.blocks[0])
-    mask = Mask(causal=True).resolve(4, 4, x.device)
+    x, block = model.embedding(some_ids(1, 4)), cast(Any, model.decoder.blocks[0])
+    mask = ScoreMask(Mask(causal=True), 4, 4, x.device)
+    ctx = Context(mask=mask, position=Positions(), at=torch.arange(4)[None])
     with torch.no_grad():
         normed = block.norm(x)
-        expected = x + block.attention(normed, mask, Positions(), None) + block.feedforward(normed)
+        expected = x + block.attention(normed, ctx) + block.feedforward(normed)
         torch.testing.assert_close(model(some_ids(1, 4)).hidden, model.decoder.final(expected))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.optim.steps import NO, YES, same, small, snapshot
+from trivium.fast.adam import FusedAdam, with_bf16_copies
+from trivium.fast.twins import Twins
+from trivium.kernels.hardware import can_launch
 from trivium.optim.adam import AdamStepper
-from trivium.optim.fused_adam import FusedAdam, with_bf16_copies
 from trivium.optim.options import Adam, AdamW, Muon
-from trivium.parts.twins import Twins
 
 GPU = torch.cuda.is_available()
-TRITON = find_spec("triton") is not None
-INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-kernel = pytest.mark.skipif(not TRITON or not (GPU or INTERPRETED), reason="needs a GPU, or Triton's interpreter")
 DEVICE = "cuda" if GPU else "cpu"
+KERNEL = can_launch(torch.zeros(1, device=DEVICE))
+kernel = pytest.mark.skipif(not KERNEL, reason="needs a GPU, or Triton's interpreter")
 
 
 def with_copies(options: AdamW | Adam, model: nn.Module) -> tuple[FusedAdam, Twins]:
@@ -41,7 +38,7 @@ def planted(model: nn.Module, twins: Twins, seed: int) -> None:
 
 def alike(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     """The same bits, or nearly so where a kernel of ours has moved the first."""
-    if not GPU:
+    if not KERNEL:
         return same(first, second)
     return all(torch.allclose(one, second[name], rtol=2e-6, atol=1e-6) for name, one in first.items())
 

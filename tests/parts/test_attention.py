@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from trivium.errors import ConfigError
 from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.linear import Linear, side_by_side
-from trivium.parts.masks import Mask, Resolved
+from trivium.parts.masks import Mask, ScoreMask
+from trivium.parts.mixers import Context
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.positions import Buckets, Rotary, Shaw
 from trivium.parts.positions import Positions
 from trivium.parts.site import Site
 
 SITE = Site(width=24, context=16)
-NOTHING = Resolved(None, False)
-CAUSAL = Resolved(None, True)
+NOTHING, CAUSAL = Mask(), Mask(causal=True)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -40,8 +39,26 @@ def made(options: MultiHead, site: Site = SITE, *, seed: int = 0) -> MultiHeadAt
     return part.eval()
 
 
-def attend(part: nn.Module, x_BTD: Tensor, mask: Resolved = NOTHING, source_BSD: Tensor | None = None) -> Tensor:
-    result: Tensor = part(x_BTD, mask, Positions(), None, source_BSD=source_BSD)
+def context(x_BTD: Tensor, mask: Mask = NOTHING, position: Positions | None = None, **given: Any) -> Context:
+    """That of a layer without a cache."""
+    position, at, length = position or Positions(), torch.arange(x_BTD.shape[1])[None], x_BTD.shape[1]
+    prepared = position.prepare(at, at)
+    scores = ScoreMask(mask, length, length, x_BTD.device, position.bias(prepared))
+    return Context(mask=scores, position=position, prepared=prepared, at=at, **given)
+
+
+def attend(
+    part: nn.Module,
+    x_BTD: Tensor,
+    mask: Mask = NOTHING,
+    position: Positions | None = None,
+    source_BSD: Tensor | None = None,
+) -> Tensor:
+    given: dict[str, Any] = {}
+    if source_BSD is not None:
+        across = ScoreMask(Mask(), x_BTD.shape[1], source_BSD.shape[1], x_BTD.device)
+        given = {"source": source_BSD, "source_mask": across}
+    result: Tensor = part(x_BTD, context(x_BTD, mask, position, **given))
     return result
 
 
@@ -81,7 +98,7 @@ def test_attention_is_its_formula_written_out(groups: int, causal: bool) -> None
         torch.testing.assert_close(attend(part, x_BTD, CAUSAL if causal else NOTHING), naive(part, x_BTD, allowed))
 
 
-def test_the_fast_path_stays_within_float32_rounding_of_the_formula() -> None:
+def test_attention_in_float32_stays_within_its_rounding_of_the_formula() -> None:
     part = made(MultiHead(heads=4)).float()
     x_BTD = random(2, 7, 24).float()
     with torch.no_grad():
@@ -151,8 +168,7 @@ def test_heads_are_cut_from_the_width_not_from_the_length() -> None:
 def test_a_query_with_nothing_to_attend_to_gives_the_bias_alone() -> None:
     part = made(MultiHead(heads=4, bias="all"))
     padding = torch.tensor([[False, False, True, True]])
-    mask = Mask(causal=True, padding=padding).resolve(4, 4, torch.device("cpu"))
-    out = attend(part, random(1, 4, 24), mask)
+    out = attend(part, random(1, 4, 24), Mask(causal=True, padding=padding))
     assert torch.equal(out[0, :2], cast(Tensor, part.out.bias).expand(2, -1))
     out.sum().backward()  # type: ignore[no-untyped-call]
     for name, parameter in part.named_parameters():
@@ -184,7 +200,7 @@ def test_queries_are_normed_before_they_are_turned() -> None:
         query, key = (rotary.rotate(tensor[:, None], prepared)[:, 0] for tensor in (query, key))
         weights = (query @ key.transpose(1, 2) / 2).softmax(-1)
         expected = part.out(weights @ part.value(x_BTD))
-        torch.testing.assert_close(part(x_BTD, NOTHING, rotary, prepared), expected)
+        torch.testing.assert_close(attend(part, x_BTD, position=rotary), expected)
 
 
 def test_dropout_acts_in_training_only() -> None:
@@ -262,7 +278,7 @@ def test_biases_of_the_inputs_leave_the_output_without_one() -> None:
     ]
 
 
-def test_attention_with_its_weights_written_out_is_the_fast_one() -> None:
+def test_attention_with_its_weights_written_out_is_torchs() -> None:
     """Shaw's values need the weights; with tables of zero both ways must agree, masks and empty rows included."""
     options = MultiHead(heads=4, groups=2, head=6, value=8)
     part, x_BTD = made(options), random(2, 6, 24)
@@ -270,27 +286,20 @@ def test_attention_with_its_weights_written_out_is_the_fast_one() -> None:
     with torch.no_grad():
         for parameter in shaw.parameters():
             parameter.zero_()
-        at = torch.arange(6)[None]
         padding = torch.tensor([[True] * 6, [False, False, True, True, True, True]])
         for mask in (Mask(), Mask(causal=True), Mask(causal=True, padding=padding), Mask(causal=True, window=2)):
-            resolved = mask.resolve(6, 6, torch.device("cpu"))
-            expected = part(x_BTD, resolved, Positions(), None)
-            torch.testing.assert_close(part(x_BTD, resolved, shaw, shaw.prepare(at, at)), expected)
+            torch.testing.assert_close(attend(part, x_BTD, mask, shaw), attend(part, x_BTD, mask))
 
 
 def test_a_gradient_through_an_empty_row_is_finite() -> None:
     part = made(MultiHead(heads=4))
-    at, padding = torch.arange(3)[None], torch.tensor([[False, True, True]])
-    mask = Mask(causal=True, padding=padding).resolve(3, 3, torch.device("cpu"))
+    mask = Mask(causal=True, padding=torch.tensor([[False, True, True]]))
     for position in (Shaw(distance=2), Buckets()):
         module = position.build(Site(width=24, context=16, heads=4, head=6, value=6)).double()
         for parameter in module.parameters():
             nn.init.ones_(parameter)
         x_BTD = random(1, 3, 24).requires_grad_()
-        prepared = module.prepare(at, at)
-        bias = module.bias(prepared)
-        resolved = mask if bias is None else Mask(causal=True, padding=padding).resolve(3, 3, x_BTD.device, bias)
-        part(x_BTD, resolved, module, prepared).square().sum().backward()
+        attend(part, x_BTD, mask, module).square().sum().backward()  # type: ignore[no-untyped-call]
         assert x_BTD.grad is not None
         assert bool(x_BTD.grad.isfinite().all())
 
@@ -298,36 +307,3 @@ def test_a_gradient_through_an_empty_row_is_finite() -> None:
 def test_a_window_across_two_texts_is_refused() -> None:
     with pytest.raises(ConfigError, match="window: 4 has no meaning across two texts"):
         MultiHead(window=4).cost(Site(width=24, context=16, source=24))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_layers_side_by_side_give_what_each_gives(bias: bool) -> None:
-    """The one product of training on a GPU, values and gradients."""
-    layers = [Linear(6, size, bias=bias, role="query").double() for size in (8, 4, 2)]
-    for parameter in (one for layer in layers for one in layer.parameters()):
-        torch.nn.init.normal_(parameter)
-    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
-    leaves = [x, *(one for layer in layers for one in layer.parameters())]
-    upstream = torch.randn(2, 3, 14, dtype=torch.float64)
-    fast, plain = (torch.cat(list(parts), -1) for parts in (side_by_side(x, layers), [layer(x) for layer in layers]))
-    torch.testing.assert_close(fast, plain)
-    for one, two in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (fast, plain)), strict=True):
-        torch.testing.assert_close(one, two)
-
-
-@pytest.mark.parametrize("bias", ["all", "none"])
-def test_one_product_gives_the_queries_keys_and_values_of_three(
-    bias: Literal["all", "none"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in training on a GPU, values and gradients."""
-    part, x_BTD = made(MultiHead(bias=bias)), random(2, 5, 24).requires_grad_()
-    leaves = [x_BTD, *part.parameters()]
-    three = attend(part, x_BTD, CAUSAL)
-    monkeypatch.setattr(part, "_one", lambda x: True)
-    for layer in (part.query, part.key, part.value):
-        monkeypatch.setattr(layer, "forward", None)  # one that is called now fails
-    one = attend(part, x_BTD, CAUSAL)
-    torch.testing.assert_close(one, three)
-    upstream = random(*one.shape, seed=1)
-    for fast, slow in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (one, three)), strict=True):
-        torch.testing.assert_close(fast, slow)

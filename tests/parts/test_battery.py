@@ -20,7 +20,7 @@ from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import BLOCKS
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer
-from trivium.parts.feedforward import ACTIVATIONS
+from trivium.parts.activations import ACTIVATIONS
 from trivium.parts.init import INITS, Gpt
 from trivium.parts.masks import Mask
 from trivium.parts.options.attention import ATTENTIONS
@@ -257,8 +257,8 @@ def test_the_cache_check_finds_positions_that_start_again(monkeypatch: pytest.Mo
 
 
 def test_the_padding_check_finds_a_mask_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Mask.resolve
-    monkeypatch.setattr(Mask, "resolve", lambda self, *sizes: honest(Mask(causal=self.causal), *sizes))
+    honest = Mask.dense
+    monkeypatch.setattr(Mask, "dense", lambda self, *sizes: honest(Mask(causal=self.causal), *sizes))
     with pytest.raises(AssertionError, match="differs by"):
         battery.check_padding(named("decoder: plain"))
     with pytest.raises(AssertionError, match="differs by"):

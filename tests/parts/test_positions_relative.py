@@ -17,7 +17,6 @@ from trivium.config import load
 from trivium.errors import ConfigError
 from trivium.parts.options.positions import Alibi, Buckets, Position, Shaw
 from trivium.parts.positions import BucketPositions, Positions, ShawPositions
-from trivium.parts.positions.relative import spread
 from trivium.parts.site import Site
 
 SITE = Site(width=16, context=12, heads=3, head=8, value=6)
@@ -174,20 +173,6 @@ def test_a_bias_is_the_entry_of_its_bucket_and_head() -> None:
     torch.testing.assert_close(bias_BHTS[0, :, 1, 1], part.table[7])  # r = -7
     torch.testing.assert_close(bias_BHTS[1, :, 0, 2], part.table[26])  # r = 16
     torch.testing.assert_close(bias_BHTS[1, :, 1, 3], part.table[31])  # r = 200
-
-
-def test_a_table_spread_by_sums_is_a_lookup() -> None:
-    """As a compiled step on a GPU does it, with its gradient, and with an entry that is no number."""
-    generator = torch.Generator().manual_seed(0)
-    places = torch.randint(0, 7, (2, 9, 11), generator=generator)
-    table = torch.randn(7, 3, generator=generator).requires_grad_()
-    lookup = torch.nn.functional.embedding(places, table).permute(0, 3, 1, 2)
-    assert torch.equal(spread(places, table), lookup)
-    upstream = torch.randn(lookup.shape, generator=generator)
-    grads = [torch.autograd.grad(one, table, upstream)[0] for one in (spread(places, table), lookup)]
-    torch.testing.assert_close(*grads)
-    broken = table.detach().index_fill(0, torch.tensor([3]), float("inf"))
-    assert torch.equal(spread(places, broken)[:, 0], broken[places, 0])
 
 
 def test_buckets_count_the_worked_parameters() -> None:

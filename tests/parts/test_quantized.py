@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import cast
 
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trivium.kernels import levels as kernel
 from trivium.parts.linear import Linear
 from trivium.parts.quantized import GROUP, Bits, Packed, QuantizedLinear, pack, unpack, unpack_into
 
@@ -145,22 +143,6 @@ def test_a_quantised_layer_is_the_linear_layer_of_its_matrix(bits: Bits, shape: 
     assert float(error.detach()) < (0.01 if bits == 8 else 0.11)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.usefixtures("two_threads")
-def test_a_single_row_is_shared_by_the_threads(bits: Bits) -> None:
-    plain, new = layer(drawn(640, 330), bits)
-    x = drawn(1, 330)
-    with torch.no_grad():
-        torch.testing.assert_close(new(x), F.linear(x, new.dense(), plain.bias))
-
-
 @pytest.mark.parametrize("bits", BITS)
 def test_a_matrix_laid_out_by_columns_has_the_same_levels(bits: Bits) -> None:
     weight = drawn(96, 64)
@@ -217,31 +199,3 @@ def test_arithmetic_in_bfloat16_by_autocast_stays_in_bfloat16(bits: Bits) -> Non
     assert found.dtype == torch.bfloat16
     exact = new(x).detach()
     assert float((found.float() - exact).norm() / exact.norm()) < 0.01
-
-
-def test_kernels_of_a_gpu_that_compute_something_else_are_not_used() -> None:
-    def right(x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
-        return F.linear(x.float(), unpack(Packed(*packed), x.shape[1])).bfloat16()
-
-    def wrong(x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
-        return right(x, packed, bias) * (1.02 if len(x) > 1 else 1)  # several rows alone
-
-    here = torch.device("cpu")
-    for sample in kernel._samples():
-        assert kernel._right_there(sample, here, right)
-        assert not kernel._right_there(sample, here, wrong)
-
-
-def test_without_triton_a_gpu_takes_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
-    kernel.gpu.cache_clear()
-    assert not kernel.gpu(0)
-    kernel.gpu.cache_clear()
-
-
-@pytest.mark.parametrize("rows", [1, 100])
-@pytest.mark.parametrize("inputs", [192, 400])
-def test_inputs_of_another_width_are_refused(inputs: int, rows: int) -> None:
-    _, made = layer(drawn(16, 320), 8)
-    with pytest.raises(ValueError, match=f"{inputs} inputs for a layer that has 320"):
-        made(drawn(rows, inputs))

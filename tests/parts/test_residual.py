@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +14,6 @@ from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.norms import LayerNorm
 from trivium.parts.options.positions import NoPositions
 from trivium.parts.options.residual import Post, Pre, Residual, Sandwich
-from trivium.parts.residual import Connection
 from trivium.parts.roles import WRITERS
 from trivium.parts.site import Site
 
@@ -26,8 +23,8 @@ NORM = LayerNorm()
 
 def joined(options: Residual, x: Tensor, weight: Tensor) -> Tensor:
     """The sub-layer F(x) = x W in this scheme."""
-    around = cast(Connection, options.build(SITE, NORM, 0.0))
-    return around.leave(x, around.enter(x) @ weight)
+    result: Tensor = options.build(SITE, NORM, 0.0)(x, lambda y: y @ weight)
+    return result
 
 
 def test_pre_norm_and_post_norm_are_their_formulas() -> None:
@@ -64,9 +61,9 @@ def test_dropout_falls_on_the_sub_layers_output_and_spares_the_stream() -> None:
     around = Pre().build(SITE, NORM, 0.5)
     x = random(200, 6)
     torch.manual_seed(0)
-    change = cast(Connection, around).leave(x, torch.ones_like(x)) - x
+    change = around(x, torch.ones_like) - x
     assert set(change.round(decimals=4).flatten().tolist()) == {0.0, 2.0}
-    assert cast(Connection, around.eval()).leave(x, torch.ones_like(x)).equal(x + 1)
+    assert around.eval()(x, torch.ones_like).equal(x + 1)
 
 
 def test_cost_counts_one_norm_per_sub_layer_and_the_final_one() -> None:

@@ -13,10 +13,9 @@ import torch
 
 from tests.training.conftest import FAMILIES, finish, resume, start
 from tests.training.test_resume import assert_equal_ends, cut_copy
-from trivium.optim.fused_adam import FusedAdam
+from trivium.fast.adam import FusedAdam, with_bf16_copies
+from trivium.fast.choose import plain
 from trivium.optim.options import OPTIMIZERS
-from trivium.parts import residual
-from trivium.parts.residual import PostConnection
 from trivium.training.build_job import build_job
 from trivium.training.loop import updates
 from trivium.training.metrics import rows
@@ -83,14 +82,13 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("twinned", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_step_never_waits_for_the_gpu(
-    small: Make, tmp_path: Path, kind: str, twinned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_never_waits_for_the_gpu(small: Make, tmp_path: Path, kind: str, twinned: bool) -> None:
     """From the second step on nothing between two updates reads a number off the device."""
-    monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe: twinned)
     recipe = small(kind, device="cuda", precision="bf16", compile="off", **{"batch.micro": 0 if twinned else 2})
     job = build_job(start(recipe, tmp_path).context, 10)
-    assert (isinstance(job.optimizer, FusedAdam)) == twinned
+    if twinned:
+        job.optimizer = with_bf16_copies(job.optimizer, job.model)
+    assert isinstance(job.optimizer, FusedAdam) == twinned
     steps, pending = updates(job), ReadOut()
     next(steps)
     with no_waiting():
@@ -118,51 +116,57 @@ def test_recorded_steps_are_the_same_as_the_others(
 def test_a_recorded_run_is_close_to_a_plain_one(small: Make, tmp_path: Path) -> None:
     found = []
     for how in ("on", "graphs"):
-        context = start(small(device="cuda", precision="fp32", compile=how, average="ema"), tmp_path / how).context
-        job = build_job(context, 12)
+        ground = start(small(device="cuda", precision="fp32", compile=how, average="ema"), tmp_path / how).context
+        job = build_job(ground, 12)
         found.append([float(update.loss) for update in updates(job)])
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_run_with_twins_is_close_to_one_without(
-    small: Make, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_twins_is_close_to_one_without(small: Make, tmp_path: Path, precision: str) -> None:
     """Their gradients are those of the weights, moved by a kernel of ours; rounding is then not quite the same."""
     found = []
     for twinned in (True, False):
         changes: dict[str, Any] = {"batch.rows": 8, "batch.micro": 0, "model.width": 64}
         recipe = small(device="cuda", precision=precision, compile="graphs", **changes)
-        monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe, twinned=twinned: twinned)
         job = build_job(start(recipe, tmp_path / str(twinned)).context, 20)
-        assert (isinstance(job.optimizer, FusedAdam)) == twinned
+        assert isinstance(job.optimizer, FusedAdam)
+        if not twinned:
+            job.optimizer = job.optimizer.adam
         found.append([float(update.loss) for update in updates(job)])
     assert found[1][-1] < found[1][0] - 0.3
     assert found[0] == pytest.approx(found[1], rel=2e-2 if precision == "fp8" else 1e-2)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_run_with_forked_post_norms_resumes_and_is_close_to_one_without(
+def test_a_run_with_fast_post_norms_resumes_and_is_close_to_a_plain_one(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {"model.encoder.block.residual": "post", "model.encoder.block.attention.bias": "all"}
     changes |= {"model.encoder.block.dropout": 0.0, "model.encoder.block.attention.dropout": 0.0, "stream": "bf16"}
     changes |= {"batch.micro": 0, "checkpoint.every": 1, "checkpoint.keep": 30}
-    asked: list[bool] = []
-    forks = PostConnection.forks
+    from trivium.kernels import postnorm
 
-    def counted(self: PostConnection, x: torch.Tensor) -> bool:
-        asked.append(forks(self, x))
-        return asked[-1]
+    made: list[int] = []
+    normed = postnorm.normed
 
-    monkeypatch.setattr(PostConnection, "forks", counted)
+    def counted(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(1)
+        return normed(*given)
+
+    monkeypatch.setattr(postnorm, "normed", counted)
     recipe = small("encoder", device="cuda", precision="bf16", compile="graphs", deterministic="on", **changes)
     straight, resumed = straight_and_resumed(recipe, tmp_path, 10)
     assert_equal_ends(straight, resumed, 20)
-    assert any(asked)
-    monkeypatch.setattr(residual, "FORKED", False)
-    plain = start(recipe, tmp_path / "plain")
-    finish(plain)
-    losses = [[row["loss"] for row in rows(run / "metrics.jsonl")] for run in (straight, plain.folder)]
+    assert made
+    ground = start(recipe, tmp_path / "plain").context
+    losses = []
+    for quick in (True, False):
+        made.clear()
+        job = build_job(ground, 20)
+        if not quick:
+            plain(job.model)
+        losses.append([float(update.loss) for update in updates(job)])
+        assert bool(made) == quick
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.conftest import FAMILIES, create, finish, start
-from tests.training.test_resume import assert_goes_on_exactly
-from trivium.optim.fused_adam import FusedAdam
-from trivium.parts import attention
-from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.twins import Twins
+from tests.training.conftest import FAMILIES, create
+from trivium.fast.adam import FusedAdam, with_bf16_copies
+from trivium.fast.twins import Twins
+from trivium.kernels.hardware import INTERPRETED
 from trivium.training.build_job import build_job, uses_bf16_copies
+from trivium.training.context import RunContext
 from trivium.training.job import Job
 from trivium.training.loop import updates
 from trivium.training.oom import with_oom_retry
@@ -28,12 +27,16 @@ Make = Callable[..., Recipe]
 WHOLE: dict[str, Any] = {"precision": "bf16", "batch.micro": 0}
 
 
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: twins, and one product for queries, keys and values."""
-    monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe: recipe.micro >= recipe.batch.size)
-    monkeypatch.setattr(MultiHeadAttention, "_one", lambda self, x: torch.is_grad_enabled() and self._alike)
-    monkeypatch.setattr(attention, "PARTED", False)  # a kernel for a GPU
+to_the_bit = pytest.mark.skipif(INTERPRETED, reason="the kernels of a GPU round otherwise")
+
+
+def made(context: RunContext, steps: int, *, twinned: bool = True) -> Job:
+    """A job whose steps go with twins, which only a GPU takes by itself."""
+    job = build_job(context, steps)
+    assert not isinstance(job.optimizer, FusedAdam)
+    if twinned:
+        job.optimizer = with_bf16_copies(job.optimizer, job.model)
+    return job
 
 
 def copies(job: Job) -> Twins:
@@ -41,51 +44,56 @@ def copies(job: Job) -> Twins:
     return job.optimizer.copies
 
 
-def walked(recipe: Recipe, runs: Path, steps: int = 8) -> tuple[Job, list[tuple[float, float]], dict[str, Tensor]]:
-    job = build_job(create(recipe, runs), steps)
+def walked(
+    recipe: Recipe, runs: Path, steps: int = 8, *, twinned: bool = True
+) -> tuple[Job, list[tuple[float, float]], dict[str, Tensor]]:
+    job = made(create(recipe, runs), steps, twinned=twinned)
     numbers = [(float(update.loss), float(update.norm)) for update in updates(job)]
     return job, numbers, {name: one for section in job.tensors().values() for name, one in section.items()}
 
 
-@pytest.mark.usefixtures("on")
+@to_the_bit
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_run_with_twins_is_the_run_without_to_the_bit(
-    small: Make, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_twins_is_the_run_without_to_the_bit(small: Make, tmp_path: Path, kind: str) -> None:
     recipe = small(kind, **WHOLE, clip=0.0, average="ema")
     job, numbers, tensors = walked(recipe, tmp_path / "twins")
     assert len(copies(job)._twins) >= 8
-    monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe: False)
-    other, plain, expected = walked(recipe, tmp_path / "plain")
-    assert not isinstance(other.optimizer, FusedAdam)
+    _, plain, expected = walked(recipe, tmp_path / "plain", twinned=False)
     assert [loss for loss, _ in numbers] == [loss for loss, _ in plain]
     assert [norm for _, norm in numbers] == pytest.approx([norm for _, norm in plain], rel=1e-5)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(one, expected[name]) for name, one in tensors.items())
 
 
-@pytest.mark.usefixtures("on")
-def test_clipping_reaches_what_twins_have(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_reaches_what_twins_have(small: Make, tmp_path: Path) -> None:
     recipe = small(**WHOLE, clip=0.05, optim="adamw", **{"optim.eps": 1.0})  # so that the size of a gradient matters
     _, _, tensors = walked(recipe, tmp_path / "twins")
-    monkeypatch.setattr("trivium.training.build_job.uses_bf16_copies", lambda recipe: False)
-    _, numbers, expected = walked(recipe, tmp_path / "plain")
+    _, numbers, expected = walked(recipe, tmp_path / "plain", twinned=False)
     assert all(norm > 0.1 for _, norm in numbers)  # it was clipped
     for name, one in tensors.items():
         torch.testing.assert_close(one, expected[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.usefixtures("on")
-def test_a_run_with_twins_goes_on_exactly(small: Make, tmp_path: Path) -> None:
-    session = start(small(**WHOLE), tmp_path)
-    finish(session)
-    assert_goes_on_exactly(session.context.folder, 10, tmp_path)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_run_with_twins_goes_on_exactly(small: Make, tmp_path: Path, kind: str) -> None:
+    """As from a checkpoint after three of six steps; whole runs that stop and go on are in test_cuda.py."""
+    context = create(small(kind, **WHOLE, average="ema"), tmp_path)
+    straight, resumed = made(context, 6), made(context, 6)
+    steps = updates(straight)
+    for _ in range(3):
+        next(steps)
+    held = {section: {name: one.clone() for name, one in each.items()} for section, each in straight.tensors().items()}
+    resumed.load(lambda section: held[section], straight.step, straight.state())
+    rest = [(float(update.loss), float(update.norm)) for update in steps]
+    assert len(rest) == 3
+    assert [(float(update.loss), float(update.norm)) for update in updates(resumed)] == rest
+    ours, theirs = resumed.tensors(), straight.tensors()
+    assert all(torch.equal(one, theirs[part][name]) for part, each in ours.items() for name, one in each.items())
 
 
-@pytest.mark.usefixtures("on")
 def test_a_checkpoint_that_is_loaded_reaches_the_twins(small: Make, tmp_path: Path) -> None:
     context = create(small(**WHOLE), tmp_path)
-    job, other = build_job(context, 6), build_job(context, 6)
+    job, other = made(context, 6), made(context, 6)
     steps = updates(job)
     before = {section: {name: one.clone() for name, one in each.items()} for section, each in job.tensors().items()}
     state, first = job.state(), [float(next(steps).loss) for _ in range(3)]
@@ -94,12 +102,8 @@ def test_a_checkpoint_that_is_loaded_reaches_the_twins(small: Make, tmp_path: Pa
     assert [float(update.loss) for update, _ in zip(updates(other), range(3), strict=False)] == first
 
 
-@pytest.mark.usefixtures("on")
-def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = build_job(create(small(**WHOLE | {"batch.micro": 2}), tmp_path), 4)
-    assert not isinstance(job.optimizer, FusedAdam)
-    whole = build_job(create(small(**WHOLE, name="whole"), tmp_path), 4)
-    assert copies(whole)._twins
+def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path) -> None:
+    whole = made(create(small(**WHOLE), tmp_path), 4)
     steps = updates(whole)
     next(steps)
     whole.micro = 2  # as after a lack of memory in a run that goes on
@@ -112,9 +116,8 @@ def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path, monke
         assert torch.equal(twin.detach(), torch.cat([layer.weight.detach() for layer in layers]).bfloat16())
 
 
-@pytest.mark.usefixtures("on")
 def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> None:
-    job = build_job(create(small(**WHOLE), tmp_path), 4)
+    job = made(create(small(**WHOLE), tmp_path), 4)
     assert copies(job)._twins
     tries = []
 
@@ -139,13 +142,12 @@ def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> Non
     assert torch.isfinite(next(updates(job)).loss)
 
 
-@pytest.mark.usefixtures("on")
 def test_a_run_that_lacked_memory_has_none_when_it_goes_on(small: Make, tmp_path: Path) -> None:
     context = create(small(**WHOLE), tmp_path)
-    job = build_job(context, 4)
+    job = made(context, 4)
     job.micro = 3
     held = {section: {name: one.clone() for name, one in each.items()} for section, each in job.tensors().items()}
-    resumed = build_job(context, 4)
+    resumed = made(context, 4)
     assert copies(resumed)._twins
     resumed.load(lambda section: held[section], 0, job.state())
     assert not copies(resumed)._twins

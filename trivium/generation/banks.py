@@ -8,11 +8,11 @@ from typing import cast
 
 import torch
 
+from trivium.fast.hooks import fingerprint
 from trivium.generation.sizes import bucket, close
 from trivium.generation.slots import Bank
 from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
-from trivium.parts.hooks import fingerprint
 
 _LEAST = 128  # tokens of a row
 _WORTH = 1 << 26  # bytes that a closer size must save: every size has graphs and kernels of its own

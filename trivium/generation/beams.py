@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from trivium.fast.hooks import fingerprint
 from trivium.generation.frontier import Frontier, Rules
 from trivium.generation.graphs import Arriving
 from trivium.generation.pool import STEPS, WORDS, Pool, Room, Wish, multiple
 from trivium.generation.scorer import Scorer, require_finite
-from trivium.parts.hooks import fingerprint
 
 BEHIND = 2  # steps by which the host's knowledge of what is done lags
 ROWS = 512  # texts at a time

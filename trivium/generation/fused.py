@@ -14,23 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.fast.attention import FastAttention
+from trivium.fast.block import FastBlock
+from trivium.fast.cache import KernelCache
+from trivium.fast.feedforward import FastGlu, FastMlp
+from trivium.fast.hooks import any_hooks
+from trivium.fast.linear import FastLinear
+from trivium.fast.norms import FastRMSNorm
+from trivium.fast.output import FastSoftmaxOutput
+from trivium.fast.positions import FastRotaryPositions
+from trivium.fast.quantized import FastQuantizedLinear, FastTiedLinear
+from trivium.fast.stack import FastStack
 from trivium.kernels import narrow, step
 from trivium.kernels.batch import product
 from trivium.kernels.decode import Turn, mix
 from trivium.kernels.prompt import lay
-from trivium.models.block import StandardBlock
-from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
-from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.cache import Cache, LayerCache, Slots
+from trivium.parts.activations import ACTIVATIONS
+from trivium.parts.cache import Cache, Slots
 from trivium.parts.embeddings import TokenEmbedding
-from trivium.parts.feedforward import ACTIVATIONS, GluFeedForward, MlpFeedForward
-from trivium.parts.hooks import any_hooks
 from trivium.parts.linear import Linear
-from trivium.parts.norms import LayerNormed, RMSNormed
-from trivium.parts.output import SoftmaxOutput
-from trivium.parts.positions import LearnedPositions, Positions, RotaryPositions, SinusoidalPositions
-from trivium.parts.quantized import Packed, QuantizedLinear, TiedLinear
+from trivium.parts.norms import LayerNormed
+from trivium.parts.positions import LearnedPositions, Positions, SinusoidalPositions
+from trivium.parts.quantized import Packed, QuantizedLinear
 from trivium.parts.residual import PreConnection
 
 _MOST = 64  # rows for which our own products are faster than the library's
@@ -51,8 +57,8 @@ class _Layer(NamedTuple):
     gate: Linear | QuantizedLinear | None
     down: Linear | QuantizedLinear
     activation: str
-    attention: MultiHeadAttention
-    cache: LayerCache
+    attention: FastAttention
+    cache: KernelCache
     turn: Turn | None
 
 
@@ -70,7 +76,7 @@ class Fused:
         self.table: Tensor | None = tables[0][0] if tables else None
         self.offset = tables[0][1] if tables else 0
         self.layers = [
-            _layer(cast(StandardBlock, block), layer, turns[index])
+            _layer(cast(FastBlock, block), cast(KernelCache, layer), turns[index])
             for block, layer, index in zip(decoder.blocks, cache.layers, decoder.position_of, strict=True)
         ]
         self.final = _scale(decoder.final)
@@ -114,7 +120,7 @@ class Fused:
                 self._single(layer, x_BD)
             else:
                 self._several(layer, x_BD)
-        output = cast(SoftmaxOutput, self.output)
+        output = cast(FastSoftmaxOutput, self.output)
         project = output.project
         if output.scale != 1.0 or output.cap or len(x_BD) > _MOST:
             return output.logits(step.norm(x_BD, self.final, early=self.bold))
@@ -143,7 +149,7 @@ class Fused:
             mixed_ND = mixed_nHTE.transpose(1, 2).reshape(len(x_ND), -1)
             del normed_ND, packed, query, key, value  # else they would lie beside the hidden layer
             self._leave(layer, x_ND, mixed_ND)
-        return cast(SoftmaxOutput, self.output).logits(step.norm(x_ND.index_select(0, ends_n), self.final))
+        return cast(FastSoftmaxOutput, self.output).logits(step.norm(x_ND.index_select(0, ends_n), self.final))
 
     def reads(self, tokens: int) -> bool:
         """Whether `read` takes prompts of so many tokens: windows must be wider."""
@@ -195,8 +201,7 @@ class Fused:
     def _mixed(self, layer: _Layer, packed: Tensor) -> Tensor:
         cache, part = layer.cache, layer.attention
         heads = part.query.out_features // part.size
-        arrived = cast(Tensor, cache.arrived)
-        held = (cache.keys, cache.values, self.slots.lengths_B, arrived)
+        held = (cache.keys, cache.values, self.slots.lengths_B, cache.arrived)
         return mix(packed, *held, heads, part.scale, cache.window, layer.turn, early=self.bold, single=self.bold)
 
 
@@ -206,9 +211,9 @@ def recognised(model: Transformer) -> bool:
     if decoder is None or model.encoder is not None or embedding.segments is not None or embedding.norm is not None:
         return False
     # wrappers and parametrisations are other classes; weights alone say nothing of them, nor of hooks
-    if (type(model), type(decoder), type(embedding)) != (Transformer, PlainStack, TokenEmbedding) or any_hooks(model):
+    if (type(model), type(decoder), type(embedding)) != (Transformer, FastStack, TokenEmbedding) or any_hooks(model):
         return False
-    packed = [part for part in model.modules() if isinstance(part, QuantizedLinear)]
+    packed = [part for part in model.modules() if isinstance(part, FastQuantizedLinear)]
     levels = {id(tensor) for part in packed for tensor in (part.levels, part.scales)}
     floats = [parameter for parameter in model.parameters() if id(parameter) not in levels]
     if not all(narrow.fits(_packed(part)) for part in packed):
@@ -216,42 +221,44 @@ def recognised(model: Transformer) -> bool:
     if dtype == torch.float64 or any(p.dtype != dtype or not p.is_contiguous() for p in floats):
         return False
     positions = [type(position) for position in decoder.positions]
-    known = {Positions, LearnedPositions, SinusoidalPositions, RotaryPositions}
+    known = {Positions, LearnedPositions, SinusoidalPositions, FastRotaryPositions}
     added = [kind for kind in positions if kind in (LearnedPositions, SinusoidalPositions)]
     if not set(positions) <= known or len(added) > 1 or _scale_of(decoder.final) is None:
         return False
     output = model.output
-    if type(output) is not SoftmaxOutput or type(output.project) not in (Linear, QuantizedLinear, TiedLinear):
+    if type(output) is not FastSoftmaxOutput:
+        return False
+    if type(output.project) not in (FastLinear, FastQuantizedLinear, FastTiedLinear):
         return False
     return all(_known(block) for block in decoder.blocks)
 
 
 def _known(block: nn.Module) -> bool:
-    if type(block) is not StandardBlock or block.cross is not None:
+    if type(block) is not FastBlock or block.cross is not None:
         return False
     for around in (block.around_attention, block.around_feedforward):
         if type(around) is not PreConnection or _scale_of(around.norm) is None:
             return False
     part, network = block.attention, block.feedforward
-    if type(network) is not MlpFeedForward and type(network) is not GluFeedForward:
+    if type(network) is not FastMlp and type(network) is not FastGlu:
         return False
     if _name(network) not in step.ACTIVATIONS:
         return False
-    if type(part) is not MultiHeadAttention or part.query_norm is not None or part.size != part.value_size:
+    if type(part) is not FastAttention or part.query_norm is not None or part.size != part.value_size:
         return False
     linear = [part.query, part.key, part.value, part.out, network.up, network.down]
-    linear += [network.gate] if isinstance(network, GluFeedForward) else []
+    linear += [network.gate] if isinstance(network, FastGlu) else []
     share = part.query.out_features // (part.size * part.groups)
-    alike = [linear[:3], [network.up, network.gate] if isinstance(network, GluFeedForward) else []]
+    alike = [linear[:3], [network.up, network.gate] if isinstance(network, FastGlu) else []]
     if any(len({getattr(one, "bits", 0) for one in some}) > 1 for some in alike):
         return False
-    return all(type(one) in (Linear, QuantizedLinear) for one in linear) and share <= 64 and part.size <= 256
+    return all(type(one) in (FastLinear, FastQuantizedLinear) for one in linear) and share <= 64 and part.size <= 256
 
 
-def _layer(block: StandardBlock, cache: LayerCache, turn: Turn | None) -> _Layer:
-    part = cast(MultiHeadAttention, block.attention)
-    network = cast("MlpFeedForward | GluFeedForward", block.feedforward)
-    three, laid = (part.query, part.key, part.value), part.side_by_side
+def _layer(block: FastBlock, cache: KernelCache, turn: Turn | None) -> _Layer:
+    part = cast(FastAttention, block.attention)
+    network = cast("FastMlp | FastGlu", block.feedforward)
+    three, laid = (part.query, part.key, part.value), part.fused_qkv
     if laid is not None and laid.weight.is_contiguous():
         whole: Matrix = laid.weight
         bias = laid.bias
@@ -266,7 +273,7 @@ def _layer(block: StandardBlock, cache: LayerCache, turn: Turn | None) -> _Layer
         out=part.out,
         before_feedforward=_scale(cast(PreConnection, block.around_feedforward).norm),
         up=network.up,
-        gate=network.gate if isinstance(network, GluFeedForward) else None,
+        gate=network.gate if isinstance(network, FastGlu) else None,
         down=network.down,
         activation=_name(network),
         attention=part,
@@ -275,12 +282,12 @@ def _layer(block: StandardBlock, cache: LayerCache, turn: Turn | None) -> _Layer
     )
 
 
-def _packed(layer: QuantizedLinear) -> Packed:
+def _packed(layer: FastQuantizedLinear) -> Packed:
     return Packed(layer.levels.detach(), layer.scales.detach())
 
 
 def _matrix(layer: nn.Module) -> Matrix:
-    return _packed(layer) if isinstance(layer, QuantizedLinear) else cast(Tensor, layer.weight).detach()
+    return _packed(layer) if isinstance(layer, FastQuantizedLinear) else cast(Tensor, layer.weight).detach()
 
 
 def _tensors(matrix: Matrix) -> list[Tensor]:
@@ -298,14 +305,14 @@ def _whole(matrix: Matrix, x_NK: Tensor) -> Tensor:
     return narrow.whole(matrix, x_NK.shape[1], x_NK.dtype) if isinstance(matrix, Packed) else matrix
 
 
-def _name(network: MlpFeedForward | GluFeedForward) -> str:
+def _name(network: FastMlp | FastGlu) -> str:
     return next((name for name, function in ACTIVATIONS.items() if function is network.activation), "")
 
 
 def _scale_of(norm: nn.Module) -> step.Scale | None:
     if type(norm) is LayerNormed:
         return step.Scale(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), norm.eps, True)
-    return step.Scale(norm.weight.detach(), None, norm.eps, False) if type(norm) is RMSNormed else None
+    return step.Scale(norm.weight.detach(), None, norm.eps, False) if type(norm) is FastRMSNorm else None
 
 
 def _scale(norm: nn.Module) -> step.Scale:
@@ -315,7 +322,7 @@ def _scale(norm: nn.Module) -> step.Scale:
 
 
 def _turn(position: Positions) -> Turn | None:
-    if not isinstance(position, RotaryPositions):
+    if not isinstance(position, FastRotaryPositions):
         return None
     return Turn(position.constant, position.strength, position.layout == "interleaved")
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from trivium.generation.scorer import Prompt, Scorer, right_padded
 from trivium.models.transformer import States, Transformer
 from trivium.parts.cache import Cache
-from trivium.parts.masks import Mask, Resolved
+from trivium.parts.losses import split
+from trivium.parts.masks import Mask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,19 +39,8 @@ class Seen:
         near_BKS = self.at[:, :, None] - self.keys_at[:, None] < window
         return replace(self, allowed=self.allowed & near_BKS)
 
-    def resolve(
-        self,
-        queries: int,
-        keys: int,
-        device: torch.device,
-        bias: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Resolved:
-        """As a sum: attention would make one of a boolean mask, in every layer again."""
-        allowed_B1KS = self.allowed[:, None]
-        if bias is None:
-            bias = torch.zeros((), dtype=dtype, device=device)
-        return Resolved(torch.where(allowed_B1KS, bias.to(dtype), -math.inf), False)
+    def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        return self.allowed[:, None]
 
 
 @final
@@ -162,11 +152,11 @@ def read_beams(model: Transformer, cache: Cache, ids_BK: Tensor, at_BK: Tensor, 
     """The scores [B, K, V] of what follows each beam, float32; `at` is where their new tokens stand, [1 or B, K]."""
     side = model.decoder
     assert side is not None
-    x_BKD = model.embedding.leave(side.embed(model.embedding.enter(ids_BK), at_BK))
+    x_BKD = model.embedding(ids_BK, None, lambda x: side.embed(x, at_BK))
     keys_at_BS = cache.positions.narrow(1, 0, seen_BKS.shape[2])  # filled by the stack before it looks at the mask
     seen = Seen(allowed=seen_BKS, at=at_BK, keys_at=keys_at_BS)
     across = Mask(padding=cache.memory_padding)
-    hidden_BKD = side(x_BKD, at_BK, seen, cache, cache.memory, across)
+    hidden_BKD, _ = split(side(x_BKD, at_BK, seen, cache, cache.memory, across))
     return model.head.logits(hidden_BKD).float()
 
 

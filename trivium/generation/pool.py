@@ -14,14 +14,14 @@ from typing import NamedTuple, cast, final
 import torch
 from torch import Tensor
 
+from trivium.fast.hooks import any_hooks
 from trivium.generation.frontier import Frontier, Rules, frontier, grow
 from trivium.generation.graphs import Arriving, Graphs, sent
 from trivium.generation.lineage import Seen, vote
 from trivium.generation.scorer import Scorer
 from trivium.models.transformer import Transformer
 from trivium.parts.cache import Cache
-from trivium.parts.hooks import any_hooks
-from trivium.parts.masks import Resolved
+from trivium.parts.losses import split
 from trivium.parts.options.attention import Shape
 
 STEPS, WORDS = 16, 16  # graphs are made for whole multiples of so many steps and source tokens
@@ -81,9 +81,6 @@ class _Layer:
         kept_BSGE.flatten(0, 1).index_copy_(0, self._step.places, new_BGKE.transpose(1, 2).flatten(0, 1))
         return kept_BSGE[: len(new_BGKE)].narrow(1, 0, self._read).transpose(1, 2)
 
-    def attend(self, query_BHKE: Tensor, scale: float) -> None:
-        """Only the mask knows what a beam may see."""
-
 
 class _View:
     """The cache of a step, by what a stack asks of one."""
@@ -106,15 +103,8 @@ class _Padded(NamedTuple):
         """The same: a window has no meaning across two texts."""
         return self
 
-    def resolve(
-        self,
-        queries: int,
-        keys: int,
-        device: torch.device,
-        bias: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Resolved:
-        return Resolved(self.bias[:, None, None].expand(-1, 1, queries, -1), False)
+    def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        return self.bias[:, None, None].expand(-1, 1, queries, -1)
 
 
 @final
@@ -264,9 +254,9 @@ def _read(model: Transformer, slots: Sequence[_Slots], padded_BW: Tensor, read: 
     assert side is not None
     rows, words = padded_BW.shape
     layers = [_Layer(one, words, read) for one in slots]
-    x_BKD = model.embedding.leave(side.embed(model.embedding.enter(read.ids), read.at))
+    x_BKD = model.embedding(read.ids, None, lambda x: side.embed(x, read.at))
     seen = Seen(allowed=read.seen, at=read.at, keys_at=read.keys_at)
     memory = x_BKD.new_empty(rows, words, 0)  # only its length is looked at: keys and values are there
     view, across = _View(layers, read.keys_at), _Padded(padded_BW)
-    hidden_BKD = side(x_BKD, read.at, seen, cast(Cache, view), memory, across)
+    hidden_BKD, _ = split(side(x_BKD, read.at, seen, cast(Cache, view), memory, across))
     return model.head.logits(hidden_BKD)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.generation.checks import require_number, require_whole
-from trivium.parts.attention import TRITON
+from trivium.kernels.hardware import can_launch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def keep_min_p(logits_BV: Tensor, p: float) -> Tensor:
 
 def by_kernel(logits_BV: Tensor) -> bool:
     """Whether ranks are found without a sort, by `kernels/rank.py`: the same ids stay, up to rounding at p."""
-    able = TRITON and logits_BV.device.type == "cuda" and logits_BV.dtype == torch.float32
+    able = can_launch(logits_BV) and logits_BV.dtype == torch.float32
     return able and _proven(logits_BV.device)
 
 

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from trivium.fast.cache import KernelCache
+from trivium.fast.hooks import any_hooks
 from trivium.generation.choosing import Chooser, Kind, send
 from trivium.generation.graphs import Landing, Recorder, differ
 from trivium.generation.prompts import Captures, Joining, Size, tell
 from trivium.generation.rows import Row
 from trivium.generation.scorer import evaluating, right_padded
 from trivium.generation.supports import supports_slots
+from trivium.kernels.hardware import TRITON
 from trivium.models.stack import PlainStack
 from trivium.models.transformer import Transformer
-from trivium.parts.attention import TRITON, MultiHeadAttention
-from trivium.parts.cache import Cache, Slots
-from trivium.parts.hooks import any_hooks
+from trivium.parts.attention import MultiHeadAttention
+from trivium.parts.cache import Cache, LayerCache, Slots
 from trivium.parts.positions import BothPositions, Positions
 
 if TYPE_CHECKING:
@@ -75,10 +77,10 @@ class Bank:
         self.key: Hashable = None  # what its graphs depend on
         # a captured graph would call hooks no more
         self.eager = device.type != "cuda" or any_hooks(model)
-        kernels = not self.eager and TRITON
-        self.slots = Slots(slots, longest, device, direct=direct(model), kernel=kernels)
-        shapes, dtype = decoder.cache_shapes, model.embedding.weight.dtype
-        self.cache = Cache(slots, longest, shapes, device, dtype, self.slots, decoder.windows)
+        self.slots = Slots(slots, longest, device)
+        self.cache = decoder.cache(slots, longest, model.embedding.weight, self.slots)
+        kernels = not self.eager and TRITON and all(isinstance(layer, KernelCache) for layer in self.cache.layers)
+        self.kernel = kernels and direct(model)
         self.chooser = Chooser(slots, model.config.vocab, longest, device)
         self.last_B = torch.zeros(slots, device=device, dtype=torch.long)  # drawn, but not read by the model yet
         self.active_B = torch.zeros(slots, device=device, dtype=torch.long)
@@ -94,13 +96,25 @@ class Bank:
         self._fused: Fused | None = None
         self._reads: bool | None = None  # whether fused kernels read prompts right; None before the first
         if source:
-            self._open_sources(slots, source, dtype)
+            self._open_sources(slots, source, model.embedding.weight.dtype)
         if kernels and not torch.is_autocast_enabled("cuda"):
             from trivium.generation.fused import Fused, recognised  # triton is not everywhere
 
             if recognised(model):
                 self._fused = Fused(model, self.cache, self.slots, self.last_B)
                 self._fused.bold = BOLD and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    @property
+    def kernel(self) -> bool:
+        """Whether attention goes by the decoding kernel where that fits."""
+        return self._kernel
+
+    @kernel.setter
+    def kernel(self, on: bool) -> None:
+        self._kernel = on
+        for layer in self.cache.layers:
+            if isinstance(layer, KernelCache):
+                layer.on = on
 
     @property
     def model(self) -> Transformer:
@@ -138,9 +152,7 @@ class Bank:
         new = tokens_BT.shape[1]
         places_BT = self.slots.places(new)
         self.cache.length = self.longest - new  # as if every row were full: shapes stay the same at every step
-        assert self.slots.direct or new == 1  # a mask from outside has one line for all new tokens
-        inputs = {} if self.slots.direct else {"padding": self.slots.at_1S <= places_BT}
-        states = self.model(tokens_BT, positions=places_BT, cache=self.cache, **inputs)
+        states = self.model(tokens_BT, positions=places_BT, cache=self.cache)
         return self.model.head.logits(states.hidden)
 
     def tokens(self, count: int) -> Tensor:
@@ -168,7 +180,7 @@ class Bank:
     def advance(self, kind: Kind) -> Tensor:
         """One more token for every row; the scores that it was chosen by."""
         logits_BV = self.scores()
-        if not self.slots.kernel or any(kind):
+        if not self.kernel or any(kind):
             self.finish(logits_BV, kind)
             return logits_BV
         from trivium.kernels.step import move
@@ -214,9 +226,9 @@ class Bank:
         self, work: Callable[[], Tensor], plain: Callable[[], Tensor], restore: Callable[[], None]
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """A graph of `work` and its scores, by the fastest way whose scores are those of `plain`, up to rounding."""
-        kernel, self.slots.kernel = self.slots.kernel, False
+        kernel, self.kernel = self.kernel, False
         expected = plain()
-        self.slots.kernel = kernel
+        self.kernel = kernel
         while True:
             try:
                 graph, found = self._recorder.record(work, warm=2, restore=restore)
@@ -238,8 +250,8 @@ class Bank:
             self._fused.bold = False
         elif self._fused is not None:
             self._fused = None
-        elif self.slots.kernel:
-            self.slots.kernel = False
+        elif self.kernel:
+            self.kernel = False
         else:
             return False
         # what was captured with it would read memory that is free now
@@ -329,7 +341,7 @@ class Bank:
     def _compared(self, read: Callable[[], Tensor], given: Joining, rows: Sequence[Row]) -> Tensor:
         """The first prompts both ways, so that what is fast is known to be right."""
         index_n, shortest = given.slots_n[: len(rows)], min(len(row.ids) for row in rows)
-        last = self.cache.layers[-1]
+        last = _keys_and_values(self.cache)[-1]
         logits_nV = read()
         found = [kept[index_n, :, :shortest].clone() for kept in (last.keys, last.values)]
         expected_nV = self._plainly(index_n, rows, _PART)
@@ -353,7 +365,7 @@ class Bank:
 
     def _copy(self, cache: Cache, index_n: Tensor) -> None:
         """Bring what an ordinary cache has read to the slots."""
-        for layer, read in zip(self.cache.layers, cache.layers, strict=True):
+        for layer, read in zip(_keys_and_values(self.cache), _keys_and_values(cache), strict=True):
             layer.keys[index_n, :, : read.keys.shape[2]] = read.keys
             layer.values[index_n, :, : read.values.shape[2]] = read.values
             if layer.across is not None and read.across is not None:
@@ -393,3 +405,8 @@ class Bank:
     def give_back(self, landing: Landing) -> None:
         """The host has read these tokens."""
         self._landings.append(landing.tokens)
+
+
+def _keys_and_values(cache: Cache) -> list[LayerCache]:
+    """The layers of a cache: only mixers that keep keys and values are decoded in slots."""
+    return cast("list[LayerCache]", cache.layers)

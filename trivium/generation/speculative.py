@@ -106,7 +106,7 @@ class Reader:
 
     def forget(self, length: int) -> None:
         """Go back to so many tokens."""
-        self._cache.length = min(self._cache.length, length)
+        self._cache.roll_back(length)
 
     def close(self) -> None:
         """There is nothing that others could use."""

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from torch import nn
 
 from trivium.errors import RequestError
+from trivium.fast.hooks import has_hooks
 from trivium.models.block import ParallelBlock, StandardBlock
-from trivium.models.stack import PlainStack
+from trivium.models.stack import PlainStack, own_state
 from trivium.models.transformer import Transformer
 from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.hooks import has_hooks
 from trivium.parts.mixers import ORDER, Decoding, can_roll_back, decoding_of
 
 
@@ -89,6 +89,8 @@ def supports_slots(model: Transformer) -> bool:
     """Whether rows of different lengths may stand in one static cache; every layer keeps a source's keys and values."""
     if model.decoder is None or not supports_padding(model):
         return False
+    if any(own_state(block) is not None for block in model.decoder.blocks):
+        return False
     crosses = [getattr(block, "cross", None) for block in model.decoder.blocks]
     return model.encoder is None or all(isinstance(cross, MultiHeadAttention) for cross in crosses)
 
@@ -109,7 +111,8 @@ def supports_beam_tokens(*models: Transformer) -> bool:
     Decoder and embedding are called directly then: a hook on the whole model would not be.
     """
     whole = all(type(model) is Transformer and not has_hooks(model) for model in models)
-    return whole and supports_padding(*models)
+    kept = [block for model in models if model.decoder is not None for block in model.decoder.blocks]
+    return whole and supports_padding(*models) and all(own_state(block) is None for block in kept)
 
 
 def supports_pool(*models: Transformer) -> bool:

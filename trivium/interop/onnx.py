@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import CheckpointError, RequestError, pip_install
+from trivium.fast.attention import FastAttention
 from trivium.files import exists_already, remove, sync_file, sync_folder, temporary, write_synced
 from trivium.interop.foreign import Say
 from trivium.interop.proof import Mismatch
 from trivium.models.transformer import Transformer, empty, load_weights, weights
 from trivium.objectives.masked import CLASS, SEPARATOR
 from trivium.objectives.options import PAD
-from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.options.output import NoOutput
 from trivium.parts.sentence import PooledSentence
 from trivium.text.published import write_tokenizer
@@ -191,18 +191,18 @@ def _plain(module: Transformer, say: Say) -> Graph:
 def _still(graph: Graph) -> Iterator[Graph]:
     """The graph in evaluation mode with every weight in one place only, and its model as it was afterwards."""
     training = graph.model.training
-    attentions = [inner for inner in graph.modules() if isinstance(inner, MultiHeadAttention)]
-    packed = [inner.packed for inner in attentions]
+    attentions = [inner for inner in graph.modules() if isinstance(inner, FastAttention)]
+    fused = [inner.fused for inner in attentions]
     graph.eval()
     for inner in attentions:
-        inner.packed = None  # a copy for decoding, which a graph would hold beside the three matrices
+        inner.fused = None  # a copy for decoding, which a graph would hold beside the three matrices
     try:
         with torch.inference_mode(False), torch.no_grad():
             yield graph
     finally:
         graph.model.train(training)
-        for inner, kept in zip(attentions, packed, strict=True):
-            inner.packed = kept
+        for inner, kept in zip(attentions, fused, strict=True):
+            inner.fused = kept
 
 
 def _write(graph: Graph, path: Path, say: Say) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def wanted(x: Tensor) -> bool:
+def use_cpu_kernels(x: Tensor) -> bool:
     """Whether these pay: the compiler fuses the plain version itself, and so do a GPU's kernels."""
     return x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 

@@ -12,7 +12,6 @@ passing, and scaled the other way. Micikevicius et al. 2022, "FP8 formats for de
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from trivium.kernels.hardware import can_launch
+
 # Three bits behind the point, for gradients too: a scale for each row leaves them range enough.
 FORMAT = torch.float8_e4m3fn
 MULTIPLE = 16  # of every side of a product, for the kernels of the library
-KERNELS = find_spec("triton") is not None  # those of kernels/rounding.py, on a GPU
 # Whether the library's kernels add the bias: after them that is a pass of its own where none of the compiler's follows.
 ADDED = True
 
@@ -226,7 +226,7 @@ SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def by_kernel(x: Tensor) -> bool:
     """Whether the kernels of kernels/rounding.py do it."""
-    return KERNELS and x.device.type == "cuda" and x.dtype == torch.bfloat16
+    return can_launch(x) and x.dtype == torch.bfloat16
 
 
 def _parts(wide: int, summed: bool) -> int:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, on Linux
+INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # its own switch: kernels run on the CPU, for tests
+
+
+def can_launch(x: Tensor) -> bool:
+    """Whether Triton's kernels run where `x` is."""
+    return TRITON and (x.device.type == "cuda" or INTERPRETED)
 
 
 def native_bf16(device: torch.device) -> bool:

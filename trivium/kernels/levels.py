@@ -16,12 +16,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.resources import as_file, files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from trivium.kernels.hardware import TRITON
 
 # levels, scales, bias, rows [R, P] -> [R, O]; the number of bits is that of the levels
 Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
@@ -107,7 +108,7 @@ def _right(product: Product) -> bool:
 @functools.cache
 def gpu(index: int) -> bool:
     """Whether the kernels of `narrow` are right on this GPU, tried at the first use in a process."""
-    if find_spec("triton") is None:
+    if not TRITON:
         return False
     try:
         from trivium.kernels import narrow  # not above: triton is not everywhere

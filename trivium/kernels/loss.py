@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.autograd import Function
 
 from trivium.kernels import fp8, onednn
 from trivium.kernels.fp8 import Scaled
-from trivium.kernels.hardware import working
+from trivium.kernels.hardware import can_launch, working
 from trivium.labels import IGNORED
 
 # Rows that end where a memory line does: the wide loads of a GPU's tensor cores need it.
@@ -30,8 +29,6 @@ ALIGNED = 64
 ROWS, CHUNK = {"cpu": 384, "cuda": 16_384}, 1 << 22
 # So many logits stay in a CPU's cache while the softmax goes over them several times.
 CACHED = 1 << 19
-# Whether the kernel of kernels/softmax.py takes the place of the compiler's on a GPU.
-TRITON = find_spec("triton") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +210,7 @@ def _differentiated(
 
 
 def _by_kernel(logits: Tensor) -> bool:
-    return TRITON and logits.device.type == "cuda" and logits.dtype in (torch.bfloat16, torch.float32)
+    return can_launch(logits) and logits.dtype in (torch.bfloat16, torch.float32)
 
 
 def differentiated(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from trivium.config import accept, at_least, fraction, place, variants
 from trivium.errors import ConfigError, shown
@@ -17,6 +17,28 @@ from trivium.parts.options.output import OUTPUTS, Output, Softmax
 from trivium.parts.options.sentence import SENTENCES, Sentence
 from trivium.parts.site import MOST, Cost, NoPart, Site
 
+if TYPE_CHECKING:
+    from torch import nn
+
+
+Place = tuple[str, Callable[[], Cost]]  # the dotted place of a part, and a function that gives its cost or refuses
+
+
+class AnyStack(Protocol):
+    """The options of one side of a model; no layers means that the model has no such side."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def reads_source(self) -> bool:
+        """Whether its layers attend to the output of an encoder."""
+
+    def build(self, config: ModelConfig, *, causal: bool) -> nn.Module | None:
+        """The module (`models.stack.StackModule`), None for a side that is not there."""
+
+    def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
+        """Every part of the side: its place below the side, and its cost there."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoStack:
@@ -25,6 +47,16 @@ class NoStack:
     @property
     def layers(self) -> int:
         return 0
+
+    @property
+    def reads_source(self) -> bool:
+        return False
+
+    def build(self, config: ModelConfig, *, causal: bool) -> None:
+        return None
+
+    def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
+        return iter(())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +84,26 @@ class Stack:
         chosen = (names[layer % len(names)] for layer in range(self.layers))
         return [self.variants[name] if name else self.block for name in chosen]
 
-
-class AnyStack(Protocol):
     @property
-    def layers(self) -> int: ...
+    def reads_source(self) -> bool:
+        return any(not isinstance(block.cross, NoPart) for block in self.blocks())
+
+    def build(self, config: ModelConfig, *, causal: bool) -> nn.Module:
+        from trivium.models.stack import PlainStack
+
+        return PlainStack(self, config, causal=causal)
+
+    def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
+        names, shared = self.pattern or ("",), sharing(self, config.site())
+        for layer, block in enumerate(self.blocks()):
+            name = names[layer % len(names)]
+            prefix = f"variants.{name}" if name else "block"
+            site = config.site(layer=layer, depth=self.layers, causal=causal)
+            own = shared[layer] == layer  # else it uses a module that is counted already
+            yield f"{prefix}.position", partial(_position_cost, block, site) if own else partial(_kept, block, site)
+            for part, cost in block.costs(site):
+                yield f"{prefix}.{part}", cost
+        yield "block.norm", partial(self.block.final_cost, config.site())
 
 
 STACKS: dict[str, type[AnyStack]] = {"none": NoStack, "plain": Stack}
@@ -87,14 +135,14 @@ class ModelConfig:
         accept(self)
         for name, value, least in (("width", self.width, 1), ("context", self.context, 1), ("vocab", self.vocab, 0)):
             at_least(name, value, least, MOST)
-        if not isinstance(self.encoder, Stack) and not isinstance(self.decoder, Stack):
+        if not self.layers:
             raise ConfigError("decoder.kind: a model needs an encoder, a decoder or both; try plain")
         _refusals(self)
 
     @property
     def family(self) -> Family:
-        if isinstance(self.decoder, Stack):
-            return "encoder-decoder" if isinstance(self.encoder, Stack) else "decoder"
+        if self.decoder.layers:
+            return "encoder-decoder" if self.encoder.layers else "decoder"
         return "encoder"
 
     @property
@@ -162,16 +210,17 @@ def _heads(block: AnyBlock, site: Site) -> tuple[int, ...]:
         return ()
 
 
-def _costs(config: ModelConfig) -> Iterator[tuple[str, Callable[[], Cost]]]:
+def _costs(config: ModelConfig) -> Iterator[Place]:
     """Every part of the model: its dotted place, and a function that gives its cost or refuses."""
     top = config.site()
     yield "embedding", lambda: config.embedding.cost(top, tied=False)
     if config.family == "encoder-decoder":
         yield "embedding", lambda: config.embedding.cost(top, tied=config.one_input)
     for side, causal in (("encoder", False), ("decoder", True)):
-        stack = getattr(config, side)
-        if isinstance(stack, Stack):
-            yield from _side_costs(config, stack, side, causal)
+        stack: AnyStack = getattr(config, side)
+        for name, cost in stack.costs(config, causal=causal):
+            second = side == "decoder" and config.share == "stacks" and name.rsplit(".", 1)[-1] in SHARED
+            yield f"{side}.{name}", without_parameters(cost) if second else cost
     yield "output", lambda: config.output.cost(top, tied=config.tied)
     sentence = config.sentence
     if not isinstance(sentence, NoPart):
@@ -181,22 +230,9 @@ def _costs(config: ModelConfig) -> Iterator[tuple[str, Callable[[], Cost]]]:
         yield "boundary", lambda: boundary.cost(top)
 
 
-def _side_costs(config: ModelConfig, stack: Stack, side: str, causal: bool) -> Iterator[tuple[str, Callable[[], Cost]]]:
-    names, shared = stack.pattern or ("",), sharing(stack, config.site())
-    for layer, block in enumerate(stack.blocks()):
-        name = names[layer % len(names)]
-        prefix = f"{side}.variants.{name}" if name else f"{side}.block"
-        site = config.site(layer=layer, depth=stack.layers, causal=causal)
-        own = shared[layer] == layer  # else it uses a module that is counted already
-        yield f"{prefix}.position", partial(_position_cost, block, site) if own else partial(_kept, block, site)
-        for part, cost in block.costs(site):
-            second = side == "decoder" and config.share == "stacks" and part in SHARED
-            yield f"{prefix}.{part}", partial(_without_parameters, cost) if second else cost
-    yield f"{side}.block.norm", partial(stack.block.final_cost, config.site())
-
-
-def _without_parameters(cost: Callable[[], Cost]) -> Cost:
-    return cost()._replace(parameters=0)
+def without_parameters(cost: Callable[[], Cost]) -> Callable[[], Cost]:
+    """The cost of a part that uses the parameters of another."""
+    return lambda: cost()._replace(parameters=0)
 
 
 def _position_cost(block: AnyBlock, site: Site) -> Cost:
@@ -223,7 +259,7 @@ def _refusals(config: ModelConfig) -> None:
 def _misplaced_cross(config: ModelConfig) -> Iterator[ConfigError]:
     """Cross-attention belongs to the decoder of an encoder-decoder, and must not be missing there."""
     for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
-        crossed = isinstance(stack, Stack) and any(not isinstance(block.cross, NoPart) for block in stack.blocks())
+        crossed = stack.reads_source
         wanted = side == "decoder" and config.family == "encoder-decoder"
         if crossed and not wanted:
             yield ConfigError(

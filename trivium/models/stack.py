@@ -4,21 +4,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trivium.kernels.hardware import working
-from trivium.models.block import Around
 from trivium.models.config import ModelConfig, Stack, inner, sharing
-from trivium.parts.cache import Cache
+from trivium.parts.cache import Cache, LayerCache, Slots, StateCache
 from trivium.parts.dropout import locked
-from trivium.parts.masks import AnyMask, Mask, Resolved
+from trivium.parts.losses import Losses, WithLosses, merge, split, with_losses
+from trivium.parts.masks import AnyMask, Mask, ScoreMask
+from trivium.parts.mixers import Context, MixerState
 from trivium.parts.options.attention import Shape
 from trivium.parts.positions import Positions
-from trivium.parts.residual import Fork
 
 
 class PlainStack(nn.Module):
@@ -42,7 +42,7 @@ class PlainStack(nn.Module):
                 self.positions.append(block.position.build(inner(block, site)))
         self.final = options.block.final(config.site(depth=options.layers))
         self.lock = options.lock
-        self.stream: torch.dtype | None = None  # from block to block in training, where autocast is; None: as it is
+        self.stream: torch.dtype | None = None  # of the residual stream in training; None: as the embedding gives it
         self.recompute = False  # whether training forgets what is inside a block and computes it again going back
 
     def embed(self, x_BTD: Tensor, at: Tensor) -> Tensor:
@@ -59,34 +59,73 @@ class PlainStack(nn.Module):
         cache: Cache | None = None,
         source: Tensor | None = None,
         source_mask: AnyMask | None = None,
-    ) -> Tensor:
+    ) -> Tensor | WithLosses:
         """The states after the last block and the final norm; `at` is the position of every token, [1 or B, T]."""
-        if self.training and self.stream is not None and torch.is_autocast_enabled(x_BTD.device.type):
+        if self.training and self.stream is not None:
             x_BTD = x_BTD.to(self.stream)
+        losses: Losses = {}
+        for block, ctx in zip(self.blocks, self.contexts(x_BTD, at, mask, cache, source, source_mask), strict=True):
+            if self.recompute and self.training:
+                x_BTD, more = split(checkpoint(block, x_BTD, ctx, use_reentrant=False))
+            else:
+                x_BTD, more = split(block(x_BTD, ctx))
+            losses = merge(losses, more) if more else losses
+        if cache is not None:
+            cache.length += x_BTD.shape[1]
+        return with_losses(locked(self.final(x_BTD), self.lock, self.training), losses)
+
+    def contexts(
+        self,
+        x_BTD: Tensor,
+        at: Tensor,
+        mask: AnyMask,
+        cache: Cache | None,
+        source: Tensor | None,
+        source_mask: AnyMask | None,
+    ) -> list[Context]:
+        """The context of every layer; what positions and masks compute is shared by the layers that agree on it."""
         start = 0 if cache is None else cache.length
         keys_at = at if cache is None else cache.place(at)
         prepared = [cast(Positions, position).prepare(at, keys_at) for position in self.positions]
-        across: Resolved | None = None
-        if source is not None:
-            across = (source_mask or Mask()).resolve(x_BTD.shape[1], source.shape[1], x_BTD.device)
-        fork = None if self.recompute and self.training else Fork()
-        resolved: dict[tuple[int, int], Resolved] = {}  # once for all layers with the same window and positions
-        for layer, block in enumerate(self.blocks):
-            window, index = self.windows[layer], self.position_of[layer]
+        across = None if source is None else self.score_mask(source_mask or Mask(), x_BTD, source.shape[1])
+        masks: dict[tuple[int, int], ScoreMask] = {}
+        found: list[Context] = []
+        for layer, (window, index) in enumerate(zip(self.windows, self.position_of, strict=True)):
             position = cast(Positions, self.positions[index])
-            if (window, index) not in resolved:
+            if (window, index) not in masks:
                 bias = position.bias(prepared[index])
-                sizes = x_BTD.shape[1], start + x_BTD.shape[1], x_BTD.device
-                found = mask.within(window).resolve(*sizes, bias, working(x_BTD))
-                noisy = self.training and cast(float, getattr(block.attention, "dropout", 0.0)) > 0
-                found = found.together(*sizes) if noisy else found  # then by SDPA: once for all layers
-                resolved[window, index] = found
-            layer_cache = None if cache is None else cache.layers[layer]
-            here = Around(resolved[window, index], position, prepared[index], layer_cache, start, source, across, fork)
-            if self.recompute and self.training:
-                x_BTD = cast(Tensor, checkpoint(block, x_BTD, here, use_reentrant=False))
+                masks[window, index] = self.score_mask(mask.within(window), x_BTD, start + x_BTD.shape[1], bias)
+            found.append(
+                Context(
+                    mask=masks[window, index],
+                    position=position,
+                    prepared=prepared[index],
+                    at=at,
+                    cache=None if cache is None else cache.layers[layer],
+                    start=start,
+                    source=source,
+                    source_mask=across,
+                )
+            )
+        return found
+
+    def score_mask(self, mask: AnyMask, x_BTD: Tensor, keys: int, bias: Tensor | None = None) -> ScoreMask:
+        """The mask of the queries `x` over so many keys."""
+        return ScoreMask(mask, x_BTD.shape[1], keys, x_BTD.device, bias)
+
+    def cache(self, rows: int, longest: int, like: Tensor, slots: Slots | None = None) -> Cache:
+        """An empty cache for `rows` sequences of at most `longest` tokens, where `like` is and in its precision."""
+        layers: list[LayerCache | StateCache] = []
+        for block, shape in zip(self.blocks, self.cache_shapes, strict=True):
+            new_state = own_state(block)
+            if new_state is None:
+                layers.append(LayerCache(rows, longest, shape, like.device, like.dtype, slots))
             else:
-                x_BTD = block(x_BTD, here)
-        if cache is not None:
-            cache.length += x_BTD.shape[1]
-        return locked(self.final(x_BTD), self.lock, self.training)
+                layers.append(StateCache(new_state(rows, longest, like)))
+        return Cache(layers, rows, longest, like.device, slots)
+
+
+def own_state(block: nn.Module) -> Callable[[int, int, Tensor], MixerState] | None:
+    """What makes the state of a layer whose mixer, or which itself, keeps something else than keys and values."""
+    mixer = block if hasattr(block, "new_state") else getattr(block, "attention", None)
+    return cast("Callable[[int, int, Tensor], MixerState] | None", getattr(mixer, "new_state", None))

@@ -14,20 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError, RequestError, printable
-from trivium.kernels.hardware import trim_heap
-from trivium.models.config import SHARED, ModelConfig, Stack
+from trivium.models.config import SHARED, ModelConfig
 from trivium.models.stack import PlainStack
 from trivium.models.unwritten import tracked
-from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.cache import Cache
+from trivium.parts.cache import Cache, SlotMask
 from trivium.parts.embeddings import TokenEmbedding
-from trivium.parts.linear import Linear, columns
-from trivium.parts.losses import Losses
-from trivium.parts.masks import Mask
+from trivium.parts.losses import Losses, merge, split
+from trivium.parts.masks import AnyMask, Mask
 from trivium.parts.output import Head
 from trivium.parts.site import NoPart
 
-Lay = Callable[[nn.Module], None]  # what is done to a model between building and filling it, such as `lay_out`
+Lay = Callable[[nn.Module], None]  # what is done to a model between building and filling it: device and fast classes
 
 
 class Shaped(Protocol):
@@ -61,8 +58,8 @@ class Transformer(nn.Module):
             self.source_embedding = config.embedding.build(site)
             if config.one_input:
                 self.source_embedding.weight = self.embedding.weight
-        self.encoder = _side(config, config.encoder, causal=False)
-        self.decoder = _side(config, config.decoder, causal=True)
+        self.encoder = cast("PlainStack | None", config.encoder.build(config, causal=False))
+        self.decoder = cast("PlainStack | None", config.decoder.build(config, causal=True))
         if config.share == "stacks":
             self._share()
         self.output = config.output.build(site, self.embedding.weight if config.tied else None)
@@ -113,16 +110,18 @@ class Transformer(nn.Module):
         """
         if source_documents is not None and (documents is None or cache is not None):
             raise RequestError("packed sources need documents= of the targets too, and no cache")
-        memory, memory_padding = self._memory(source, source_padding, cache, source_positions, source_documents)
+        memory, memory_padding, losses = self._memory(source, source_padding, cache, source_positions, source_documents)
         side = cast(PlainStack, self.decoder if self.decoder is not None else self.encoder)
-        mask = Mask(causal=self.decoder is not None, prefix=prefix, padding=padding, documents=documents)
+        mask: AnyMask = Mask(causal=self.decoder is not None, prefix=prefix, padding=padding, documents=documents)
+        if cache is not None and cache.slots is not None:
+            mask = SlotMask(slots=cache.slots)
         running = self._running(0 if cache is None else cache.length, tokens.shape[1], tokens.device)
         positions = running if positions is None else positions
-        x_BTD = side.embed(self.embedding.enter(tokens, segments), positions)
+        x_BTD = self.embedding(tokens, segments, lambda x: side.embed(x, positions))
         packed = source_documents is not None
         across = Mask(padding=memory_padding, documents=source_documents, asking=documents if packed else None)
-        hidden = side(self.embedding.leave(x_BTD), positions, mask, cache, memory, across)
-        return States(hidden, {})
+        hidden, more = split(side(x_BTD, positions, mask, cache, memory, across))
+        return States(hidden, merge(losses, more) if losses else more)
 
     def encode(
         self,
@@ -132,14 +131,19 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """What the decoder of an encoder-decoder reads of its source [B, S]: the encoder's last states [B, S, D]."""
+        return self._encode(source, padding, positions, documents)[0]
+
+    def _encode(
+        self, source: Tensor, padding: Tensor | None, positions: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor, Losses]:
+        """The encoder's last states and the losses of its parts."""
         assert self.source_embedding is not None
-        assert self.encoder is not None
+        encoder = self.encoder
+        assert encoder is not None
         running = self._running(0, source.shape[1], source.device)
         positions = running if positions is None else positions
-        x_BSD = self.encoder.embed(self.source_embedding.enter(source), positions)
-        mask = Mask(padding=padding, documents=documents)
-        memory: Tensor = self.encoder(self.source_embedding.leave(x_BSD), positions, mask)
-        return memory
+        x_BSD = self.source_embedding(source, None, lambda x: encoder.embed(x, positions))
+        return split(encoder(x_BSD, positions, Mask(padding=padding, documents=documents)))
 
     def _memory(
         self,
@@ -148,20 +152,20 @@ class Transformer(nn.Module):
         cache: Cache | None,
         positions: Tensor | None,
         documents: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The encoder's output and its padding, from the cache if it has them already."""
+    ) -> tuple[Tensor | None, Tensor | None, Losses]:
+        """The encoder's output, its padding and its losses, from the cache if it has them already."""
         if self.source_embedding is None:
             if source is not None:
                 raise RequestError(f"a model of the {self.config.family} family takes no source")
-            return None, None
+            return None, None, {}
         if cache is not None and cache.memory is not None:
-            return cache.memory, cache.memory_padding
+            return cache.memory, cache.memory_padding, {}
         if source is None:
             raise RequestError("an encoder-decoder needs a source: pass source=")
-        memory = self.encode(source, padding, positions, documents)
+        memory, losses = self._encode(source, padding, positions, documents)
         if cache is not None:
             cache.memory, cache.memory_padding = memory, padding
-        return memory, padding
+        return memory, padding, losses
 
     def _running(self, start: int, length: int, device: torch.device) -> Tensor:
         if start + length > self.config.context:
@@ -194,12 +198,7 @@ class Transformer(nn.Module):
         """An empty cache for `rows` sequences of at most `longest` tokens."""
         if self.decoder is None:
             raise RequestError("an encoder sees its whole input at once, so it cannot generate token by token")
-        weight = self.embedding.weight
-        return Cache(rows, longest, self.decoder.cache_shapes, weight.device, weight.dtype)
-
-
-def _side(config: ModelConfig, stack: object, *, causal: bool) -> PlainStack | None:
-    return PlainStack(stack, config, causal=causal) if isinstance(stack, Stack) else None
+        return self.decoder.cache(rows, longest, self.embedding.weight)
 
 
 def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
@@ -240,30 +239,6 @@ def shapes_of(config: ModelConfig) -> Transformer:
 def empty(config: ModelConfig) -> Transformer:
     """A model whose weights are about to be loaded: memory that nobody has written takes no room yet."""
     return Transformer(config)
-
-
-def lay_out(model: nn.Module, device: torch.device) -> None:
-    """Bring a model to where it will be used, in the layout for that.
-
-    Before it is filled this takes no more memory than its weights will; afterwards those that move are held twice.
-    """
-    model.to(device)
-    arrange(model)
-
-
-def arrange(model: nn.Module) -> None:
-    """Lay a model's weights out for decoding where they are; values, names and shapes stay the same.
-
-    What lies so already is not touched.
-    """
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention) and module.side_by_side is None:
-            module.pack()
-    for module in model.modules():
-        if type(module) is Linear and module.role not in ("query", "key", "value"):
-            weight = module.weight.data
-            module.weight.data = columns(weight) if weight.device.type == "cpu" else weight
-    trim_heap()  # malloc keeps a hole for every attention that was packed
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.parts.feedforward import ACTIVATIONS
+from trivium.parts.activations import ACTIVATIONS
 from trivium.parts.linear import Linear
 from trivium.parts.options.boundary import SpanBoundary
 from trivium.parts.options.output import Softmax

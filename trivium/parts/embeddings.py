@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -18,6 +19,8 @@ from trivium.parts.site import NoPart, Site
 
 
 class TokenEmbedding(nn.Module):
+    """A trained vector for each id, by option scaled, with segments, normed: [B, T] to [B, T, D]."""
+
     tables = {"weight": "embedding", "segments": "embedding"}  # noqa: RUF012 - read by init and optimizers, never written
 
     def __init__(self, options: Tokens, site: Site) -> None:
@@ -27,6 +30,15 @@ class TokenEmbedding(nn.Module):
         self.norm = None if isinstance(options.norm, NoPart) else options.norm.build(site)
         self.scale = math.sqrt(site.width) if options.scale == "root" else 1.0
         self.dropout, self.omit, self.swap, self.lock = options.dropout, options.omit, options.swap, options.lock
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        add_positions: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> Tensor:
+        """The input of the first block: vectors, positions added, then norm and dropout."""
+        return self.leave(add_positions(self.enter(tokens_BT, segments_BT)))
 
     def enter(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """The vectors of these ids, before positions; without `segments` all tokens are of segment 0."""

@@ -142,7 +142,7 @@ def _fill(model: nn.Module, generator: torch.Generator, *, table: Callable[[str]
 
 def _has_no_values(weight: Tensor) -> bool:
     """Whether it is on the meta device, then counted as filled: to draw nothing torch would import its compiler."""
-    if weight.device.type != "meta":
+    if not weight.is_meta:
         return False
     weight.zero_()
     return True

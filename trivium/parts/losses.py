@@ -39,6 +39,11 @@ def split(output: Tensor | WithLosses) -> tuple[Tensor, Losses]:
     return (output, {}) if isinstance(output, Tensor) else output
 
 
+def with_losses(x: Tensor, losses: Losses) -> Tensor | WithLosses:
+    """The output of a part: a tensor alone where there are no losses."""
+    return WithLosses(x, losses) if losses else x
+
+
 def merge(*several: Mapping[str, Loss]) -> Losses:
     """The losses of several parts; equal names, as those of several layers, add their sums."""
     found: Losses = {}

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.kernels.eager import RootMeanSquare, wanted
-
 
 class LayerNormed(nn.Module):
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension (Ba et al. 2016)."""
+
     def __init__(self, width: int, eps: float, bias: bool) -> None:
         super().__init__()
         self.eps = eps
@@ -21,15 +21,14 @@ class LayerNormed(nn.Module):
 
 
 class RMSNormed(nn.Module):
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dimension (Zhang and Sennrich 2019)."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        if wanted(x) and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
-            fast: Tensor = RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-            return fast
         # Statistics in at least float32, cast back before the scale: the order of the published LLaMA checkpoints.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return F.rms_norm(wide, self.weight.shape, None, self.eps).to(x.dtype) * self.weight

@@ -1,7 +1,6 @@
 """Linear layers whose weights are 8- or 4-bit levels with a scale per group of inputs.
 
-A few rows at a time, as in decoding, are multiplied with the levels as they are; for more the matrix is made whole, on
-a CPU some of its rows at a time.
+Here the matrix is made whole for every product; `fast/quantized.py` multiplies by the levels themselves.
 """
 
 # O outputs, I inputs, P inputs filled up to whole groups, G groups, R rows at a time
@@ -9,16 +8,13 @@ a CPU some of its rows at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trivium.kernels import levels as kernel
-from trivium.kernels.hardware import working
-from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.linear import Linear, give_bias, product
+from trivium.parts.linear import Linear, give_bias
 
 Bits = Literal[8, 4]
 
@@ -29,8 +25,6 @@ GROUP: dict[Bits, int] = {8: 64, 4: 32}
 LEVELS: dict[Bits, torch.dtype] = {8: torch.int8, 4: torch.uint8}
 TABLE: Bits = 8  # of the embeddings in a file, whatever the rest has
 _CHUNK = 1 << 20  # weights that are floats at one time on the CPU: 4 MB
-# Rows up to which the kernel is faster than floats made for the occasion (AVX-512, 768 x 2304 and 3072 x 768).
-_FEW = 16
 
 
 class Packed(NamedTuple):
@@ -62,7 +56,7 @@ def blank(shape: Sequence[int], bits: Bits, device: torch.device) -> Packed:
 def pack(weight_OI: Tensor, bits: Bits) -> Packed:
     """The nearest levels of a matrix."""
     result = blank(weight_OI.shape, bits, weight_OI.device)
-    for rows in _chunks(*weight_OI.shape):
+    for rows in row_chunks(*weight_OI.shape):
         levels_RP, scales_RG = _rounded(weight_OI[rows].detach(), bits)
         result.scales[rows] = scales_RG
         if bits == 8:
@@ -104,17 +98,16 @@ def unpack(packed: Packed, inputs: int) -> Tensor:
 def unpack_into(target_OI: Tensor, packed: Packed) -> None:
     """Fill a matrix of floats; never a second one of its size."""
     with torch.no_grad():
-        for rows in _chunks(*target_OI.shape):
+        for rows in row_chunks(*target_OI.shape):
             target_OI[rows] = unpack(Packed(packed.levels[rows], packed.scales[rows]), target_OI.shape[1])
 
 
-def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
+def row_chunks(outputs: int, inputs: int) -> Iterator[slice]:
     rows = max(1, _CHUNK // inputs)
     for start in range(0, outputs, rows):
         yield slice(start, min(start + rows, outputs))
 
 
-@final
 class QuantizedLinear(nn.Module):
     """A `Linear` with packed weights, still to be filled: for use, not for training.
 
@@ -133,34 +126,15 @@ class QuantizedLinear(nn.Module):
         give_bias(self, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features:  # kernels for few rows would compute something
-            raise ValueError(f"{x.shape[-1]} inputs for a layer that has {self.in_features}")
-        few = _few(x, Packed(self.levels, self.scales), self.bias)
-        if few is not None:
-            return few
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return F.linear(x, self._whole(x), self.bias)
-        parts = [
-            product(x, self._rows(rows).to(x.dtype), None if self.bias is None else self.bias[rows])
-            for rows in _chunks(self.out_features, self.in_features)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return F.linear(x, self.dense().to(x.dtype), self.bias)
 
     def dense(self) -> Tensor:
         """The matrix that it stands for, float32 [O, I]."""
-        return unpack(Packed(self.levels, self.scales), self.in_features)
+        return unpack(self.packed, self.in_features)
 
-    def _whole(self, x: Tensor) -> Tensor:
-        """The same as a product with `x` wants it."""
-        packed = Packed(self.levels, self.scales)
-        if not _by_gpu(x, packed):
-            return self.dense().to(x.dtype)
-        from trivium.kernels import narrow
-
-        return narrow.whole(packed, self.in_features, working(x))
-
-    def _rows(self, rows: slice) -> Tensor:
-        return unpack(Packed(self.levels[rows], self.scales[rows]), self.in_features)
+    @property
+    def packed(self) -> Packed:
+        return Packed(self.levels, self.scales)
 
     def fill(self, weight_OI: Tensor) -> None:
         """Take the nearest levels of a matrix."""
@@ -168,11 +142,10 @@ class QuantizedLinear(nn.Module):
         self.levels.data, self.scales.data = packed.levels, packed.scales
 
 
-@final
 class TiedLinear(nn.Module):
-    """A `Linear` whose matrix is a table of vectors, which stays as it is: levels of it are kept beside, for decoding.
+    """A `Linear` of a quantised model whose matrix is a table of vectors, which stays as it is.
 
-    They are made when they are first wanted. In a quantised model they say exactly what the table says.
+    Its values are those that 8-bit levels can say, so that decoding may multiply by levels kept beside it.
     """
 
     def __init__(self, linear: Linear) -> None:
@@ -182,78 +155,13 @@ class TiedLinear(nn.Module):
         self.weight = linear.weight
         self.bias: Tensor | None
         give_bias(self, linear.bias)
-        self._copy: Packed | None = None
-        self._made = (0, -1)  # of which storage and version
 
     def forward(self, x: Tensor) -> Tensor:
-        if _wanted(x, self.in_features):
-            few = _few(x, self._levels(), self.bias)
-            if few is not None:
-                return few
-        return product(x, self.weight, self.bias)
-
-    def _levels(self) -> Packed:
-        # weights of inference mode have no version
-        now = (self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version)
-        if self._copy is None or self._made != now:
-            self._copy, self._made = pack(self.weight, TABLE), now
-        return self._copy
+        return F.linear(x, self.weight, self.bias)
 
     def size(self) -> int:
-        """How many bytes the levels take beside the table."""
+        """How many bytes levels take beside the table."""
         return sum(tensor.nbytes for tensor in blank(self.weight.shape, TABLE, torch.device("meta")))
-
-
-def _wanted(x: Tensor, inputs: int) -> bool:
-    """Whether a product with the levels themselves is the fastest, and there is a kernel for it."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype != torch.float64
-        and 0 < x.numel() <= _FEW * inputs
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and x.requires_grad)
-        and kernel.product() is not None
-    )
-
-
-def _few(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
-    """The product of a few rows with the levels themselves; None where that is not the way."""
-    if x.device.type == "cuda":
-        return _few_there(x, packed, bias)
-    levels, scales = packed
-    multiply = kernel.product() if _wanted(x, x.shape[-1]) else None
-    if multiply is None or levels.device.type != "cpu" or scales.dtype != torch.bfloat16:
-        return None
-    extra = scales.shape[1] * GROUP[bits_of(levels)] - x.shape[-1]
-    x_RP = x.reshape(-1, x.shape[-1]).float()
-    x_RP = F.pad(x_RP, (0, extra)) if extra else x_RP.contiguous()
-    result_RO = multiply(levels.contiguous(), scales.contiguous(), None if bias is None else bias.float(), x_RP)
-    return result_RO.to(x.dtype).view(*x.shape[:-1], -1)
-
-
-def _by_gpu(x: Tensor, packed: Packed) -> bool:
-    """Whether there are kernels for `x` and these levels, and they may be started."""
-    if x.device.type != "cuda" or x.dtype == torch.float64 or torch.compiler.is_compiling():
-        return False
-    index = torch.cuda.current_device()  # kernels start there and nowhere else
-    if x.device.index != index or packed.levels.device != x.device or not kernel.gpu(index):
-        return False
-    from trivium.kernels import narrow  # not above: triton is not everywhere
-
-    return narrow.fits(packed)
-
-
-def _few_there(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
-    """As `_few`, on a GPU."""
-    if torch.is_autocast_enabled("cuda") or (torch.is_grad_enabled() and x.requires_grad) or not _by_gpu(x, packed):
-        return None
-    from trivium.kernels import narrow
-
-    x_RI = x.reshape(-1, x.shape[-1]).contiguous()
-    if not 0 < len(x_RI) <= narrow.MOST:
-        return None
-    return narrow.multiply(x_RI, packed, bias).view(*x.shape[:-1], -1)
 
 
 def hollow(model: nn.Module, bits: Bits) -> dict[str, Linear]:
@@ -278,8 +186,6 @@ def exchange(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
         for name, child in list(module.named_children()):
             if child in new:
                 setattr(module, name, new[child])
-        if isinstance(module, MultiHeadAttention):
-            module.packed = None  # it belongs to the old layers
 
 
 def bits_in(model: nn.Module) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trivium.parts.feedforward import ACTIVATIONS
+from trivium.parts.activations import ACTIVATIONS
 from trivium.parts.linear import Linear
 from trivium.parts.options.sentence import Pooler
 from trivium.parts.site import Site

@@ -8,9 +8,9 @@ import torch
 
 from trivium.data.bucketing import Pairs
 from trivium.errors import CheckpointError
+from trivium.fast.adam import with_bf16_copies
+from trivium.fast.choose import FastOptions, for_training
 from trivium.models.transformer import build
-from trivium.optim.fused_adam import with_bf16_copies
-from trivium.parts.linear import narrowed
 from trivium.training import start
 from trivium.training.context import RunContext
 from trivium.training.device import autocast
@@ -38,7 +38,7 @@ def build_job(context: RunContext, total: int | Timeline, *, begin: bool = True)
     model = build(recipe.model, seed=recipe.seed, device=device)
     model.recompute = recipe.recompute == "blocks"
     model.stream = torch.bfloat16 if recipe.stream == "bf16" else None
-    narrowed(model, recipe.precision == "fp8")
+    for_training(model, FastOptions(fp8=recipe.precision == "fp8"))
     rows = context.train
     optimizer = recipe.optim.build(model)
     if uses_bf16_copies(recipe):

@@ -17,7 +17,10 @@ from trivium.parts.positions.base import Computed, Positions
 
 
 class SinusoidalPositions(Computed):
-    """A longer context needs no training: the table is not saved, only its length is a setting."""
+    """`sin` and `cos` of `position / 10000^(2i / D)`, added to the embeddings (Vaswani et al. 2017).
+
+    A longer context needs no training: the table is not saved, only its length is a setting.
+    """
 
     def __init__(self, context: int, width: int, options: Sinusoidal) -> None:
         super().__init__()
@@ -28,7 +31,7 @@ class SinusoidalPositions(Computed):
 
     def compute(self, device: torch.device) -> Tensor:
         # in float64, on the CPU because not every device has it: float32 angles are off by 1e-4 at position 2,000
-        where = device if device.type == "meta" else torch.device("cpu")
+        where = device if torch.empty(0, device=device).is_meta else torch.device("cpu")
         pairs = self.width // 2
         last = pairs if self.options.spacing == "paper" else max(pairs - 1, 1)
         exponent = torch.arange(pairs, dtype=torch.float64, device=where) / last
@@ -40,11 +43,12 @@ class SinusoidalPositions(Computed):
         return table_nD.float().to(device)
 
     def embed(self, x_BTD: Tensor, at_BT: Tensor) -> Tensor:
-        _check(x_BTD, at_BT, self.context)
-        return x_BTD + F.embedding(at_BT, self.constant).to(x_BTD.dtype)
+        return x_BTD + _rows(self.constant, x_BTD, at_BT).to(x_BTD.dtype)
 
 
 class LearnedPositions(Positions):
+    """A trained vector for each position, added to the embeddings (GPT, BERT)."""
+
     tables: ClassVar[Mapping[str, str]] = {"table": "position"}
 
     def __init__(self, context: int, width: int, offset: int = 0) -> None:
@@ -54,20 +58,20 @@ class LearnedPositions(Positions):
         self.table = nn.Parameter(torch.empty(context + offset, width))
 
     def embed(self, x_BTD: Tensor, at_BT: Tensor) -> Tensor:
-        _check(x_BTD, at_BT, self.context)
-        return x_BTD + F.embedding(at_BT + self.offset if self.offset else at_BT, self.table)
+        return x_BTD + _rows(self.table[self.offset :] if self.offset else self.table, x_BTD, at_BT)
 
 
-def _check(x_BTD: Tensor, at_BT: Tensor, context: int) -> None:
-    """Refuse a position that has no row."""
+def _rows(table_SD: Tensor, x_BTD: Tensor, at_BT: Tensor) -> Tensor:
+    """The rows of these positions, [1 or B, T, D]; one that has no row is refused."""
+    context = len(table_SD)
     # beams of one text are so many tokens at one position, expanded
     if x_BTD.shape[1] > context and at_BT.stride(1) != 0:
         raise RequestError(f"{x_BTD.shape[1]} tokens are more than the {context} positions of this model; shorten them")
-    # only on the CPU: anywhere else looking at the values would wait for the device
-    if at_BT.device.type == "cpu" and not torch.compiler.is_compiling():
+    try:
+        return F.embedding(at_BT, table_SD)
+    except IndexError:  # a GPU asserts instead: looking at the values would wait for it
         first, last = (int(end) for end in torch.aminmax(at_BT))
-        if first < 0 or last >= context:
-            wrong = first if first < 0 else last
-            raise RequestError(
-                f"position {wrong} is not one of the {context} of this model; begin at 0 and end earlier"
-            )
+        wrong = first if first < 0 else last
+        raise RequestError(
+            f"position {wrong} is not one of the {context} of this model; begin at 0 and end earlier"
+        ) from None

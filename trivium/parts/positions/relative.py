@@ -19,6 +19,8 @@ from trivium.parts.site import Site
 
 
 class ShawPositions(Positions):
+    """A trained vector per clipped distance, added to keys and, by option, values (Shaw et al. 2018)."""
+
     tables: ClassVar[Mapping[str, str]] = {"key_table": "position", "value_table": "position"}
 
     def __init__(self, options: Shaw, site: Site) -> None:
@@ -50,6 +52,8 @@ class ShawPositions(Positions):
 
 
 class BucketPositions(Computed):
+    """A trained bias per head and bucket of distances, added to the scores (T5, Raffel et al. 2020)."""
+
     tables: ClassVar[Mapping[str, str]] = {"table": "bias"}
 
     def __init__(self, options: Buckets, heads: int, causal: bool) -> None:
@@ -62,14 +66,15 @@ class BucketPositions(Computed):
     def compute(self, device: torch.device) -> Tensor:
         """The bucket of every distance up to the last one: a lookup gives the same on every device."""
         far = self.options.distance
-        if device.type == "meta":
-            return torch.empty(2 * far + 1, dtype=torch.int64, device=device)
+        result = torch.empty(2 * far + 1, dtype=torch.int64, device=device)
+        if result.is_meta:
+            return result
         buckets = self.options.buckets // (1 if self.causal else 2)
         # where each bucket begins: a stranger's file may ask for more distances than can be counted one by one
         begins = [bisect_left(range(far), bucket, key=self._bucket) for bucket in range(1, buckets)]
         past = torch.bucketize(torch.arange(far + 1), torch.tensor(begins, dtype=torch.int64), right=True)
         future = torch.zeros_like(past) if self.causal else past + buckets
-        return torch.cat((past.flip(0), future[1:])).to(device)
+        return result.copy_(torch.cat((past.flip(0), future[1:])))
 
     def _bucket(self, away: int) -> int:
         """The bucket among those of its direction of a key so many tokens away."""
@@ -82,12 +87,13 @@ class BucketPositions(Computed):
 
     def prepare(self, at_BT: Tensor, keys_at_BS: Tensor) -> Tensor:
         far = self.options.distance
-        buckets_BTS = self.constant[distances(at_BT, keys_at_BS).clamp_(-far, far).add_(far)]
-        if self.table.device.type == "cuda" and torch.is_grad_enabled() and torch.compiler.is_compiling():
-            bias_BHTS = spread(buckets_BTS, self.table)
-        else:  # an embedding, not an index: its backward pass repeats bit for bit on a GPU too
-            bias_BHTS = F.embedding(buckets_BTS, self.table).permute(0, 3, 1, 2).contiguous()
+        bias_BHTS = self.look_up(self.constant[distances(at_BT, keys_at_BS).clamp_(-far, far).add_(far)])
         return bias_BHTS.to(torch.promote_types(bias_BHTS.dtype, torch.float32))
+
+    def look_up(self, buckets_BTS: Tensor) -> Tensor:
+        """The bias of every bucket, [1 or B, H, T, S]."""
+        # an embedding, not an index: its backward pass repeats bit for bit on a GPU too
+        return F.embedding(buckets_BTS, self.table).permute(0, 3, 1, 2).contiguous()
 
     def bias(self, prepared: Any) -> Tensor:
         bias_BHTS: Tensor = prepared
@@ -95,6 +101,8 @@ class BucketPositions(Computed):
 
 
 class AlibiPositions(Computed):
+    """A bias of `-slope * distance`, one fixed slope per head (Press et al. 2022)."""
+
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -110,17 +118,6 @@ class AlibiPositions(Computed):
     def bias(self, prepared: Any) -> Tensor:
         bias_BHTS: Tensor = prepared
         return bias_BHTS
-
-
-def spread(buckets_BTS: Tensor, table_CH: Tensor) -> Tensor:
-    """The entries of a small table, [B, H, T, S], by a sum over its rows: for a compiler, which makes one loop of it.
-
-    It would make the gradient of a lookup with atomic additions: here millions to 384 places, which took an H200 2.2 ms
-    for 512 x 512 and 12 heads, in another order every time.
-    """
-    rows = torch.arange(len(table_CH), device=table_CH.device)[:, None, None]
-    same_B1CTS = (buckets_BTS[:, None] == rows)[:, None]
-    return torch.where(same_B1CTS, table_CH.t()[..., None, None], 0.0).sum(2)
 
 
 def slopes(heads: int) -> list[float]:

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trivium.kernels.eager import Turned, wanted
 from trivium.parts.positions.base import Computed
 
 
 class RotaryPositions(Computed):
+    """Pairs of features of query and key turned by angles `position * frequency` (Su et al. 2021)."""
+
     def __init__(
         self, frequencies: Sequence[float], head: int, layout: Literal["halves", "interleaved"], strength: float = 1.0
     ) -> None:
@@ -43,9 +44,6 @@ class RotaryPositions(Computed):
     def _turn(self, x_BHTE: Tensor, prepared: Tensor) -> Tensor:
         cos, sin = prepared.to(x_BHTE.dtype)
         if self.layout == "halves":
-            if wanted(x_BHTE):
-                fast: Tensor = Turned.apply(x_BHTE, cos, sin)  # type: ignore[no-untyped-call]
-                return fast
             # [B, T, H, E] while it is written: attention then answers in the layout in which its heads can be joined
             first, second = x_BHTE.transpose(1, 2).chunk(2, dim=-1)
             cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)

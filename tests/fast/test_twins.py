@@ -8,46 +8,45 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.launch import DEVICE, GPU, needs_triton
+from trivium.fast.attention import FastAttention
+from trivium.fast.choose import FastOptions, for_training
+from trivium.fast.linear import FastLinear
+from trivium.fast.twins import Twins
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build, load_weights, weights
-from trivium.parts import attention
-from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.linear import Linear
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.feedforward import FeedForward, Glu, Mlp
-from trivium.parts.twins import Twins
 
 FEEDS: dict[str, FeedForward] = {"mlp": Mlp(), "relu": Mlp(activation="relu", bias=False), "glu": Glu(hidden=48)}
 
 
-def made(feed: FeedForward, groups: int = 0, bias: bool = True) -> Transformer:
+def made(feed: FeedForward, groups: int = 0, bias: bool = True, device: str = "cpu") -> Transformer:
     seen = MultiHead(heads=4, groups=groups, bias="all" if bias else "none")
     block = Block(attention=seen, feedforward=feed)
     both = Block(attention=seen, feedforward=feed, cross=MultiHead(heads=4))
     side, other = Stack(layers=2, block=block), Stack(layers=2, block=both)
-    return build(ModelConfig(width=32, context=16, vocab=50, encoder=side, decoder=other), seed=1)
+    model = build(ModelConfig(width=32, context=16, vocab=50, encoder=side, decoder=other), seed=1, device=device)
+    for_training(model, FastOptions())
+    return model
 
 
 def backward(model: Transformer, twins: Twins | None) -> Tensor:
-    ids = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
     how: AbstractContextManager[None] = nullcontext() if twins is None else twins.used()
-    with torch.autocast("cpu", torch.bfloat16), how:
+    with torch.autocast(model.device.type, torch.bfloat16), how:
         loss: Tensor = model(ids, source=ids.flip(1)).hidden.square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
-@pytest.mark.parametrize("one", [False, True], ids=["three products", "one product"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("launched", marks=needs_triton)])
 @pytest.mark.parametrize("groups", [0, 2])
 @pytest.mark.parametrize("feed", FEEDS)
-def test_gradients_are_those_of_the_weights_to_the_bit(
-    feed: str, groups: int, one: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if one:  # as on a GPU, but for a kernel that needs one
-        monkeypatch.setattr(MultiHeadAttention, "_one", lambda self, x: self._alike)
-        monkeypatch.setattr(attention, "PARTED", False)
-    plain, model = (made(FEEDS[feed], groups, bias=feed == "mlp") for _ in range(2))
+def test_gradients_are_those_of_the_weights_to_the_bit(feed: str, groups: int, device: str) -> None:
+    where = DEVICE if device == "launched" else device  # there one product makes queries, keys and values
+    plain, model = (made(FEEDS[feed], groups, bias=feed == "mlp", device=where) for _ in range(2))
     twins = Twins(model)
     assert torch.equal(backward(plain, None), backward(model, twins))
     moved = {id(pair.weight): pair.gradient for pair in twins.pairs()}
@@ -67,23 +66,20 @@ def test_gradients_are_those_of_the_weights_to_the_bit(
     assert not twins.gradients()
 
 
-def test_where_one_product_makes_several_layers_so_does_their_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MultiHeadAttention, "_one", lambda self, x: self._alike)
-    model = made(Glu(hidden=48), bias=False)
+@needs_triton
+def test_where_one_product_makes_several_layers_so_does_their_twin() -> None:
+    model = made(Glu(hidden=48), bias=False, device=DEVICE)
     twins = Twins(model)
     backward(model, twins)
-    own = {id(layer.weight) for layer in model.modules() if isinstance(layer, Linear) and layer.role != "head"}
+    own = {id(layer.weight) for layer in model.modules() if isinstance(layer, FastLinear) and layer.role != "head"}
     apart = {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
     crossed = {  # together on a GPU only
         id(layer.weight)
         for module in model.modules()
-        if isinstance(module, MultiHeadAttention) and module.crossed
+        if isinstance(module, FastAttention) and module.crossed
         for layer in (module.key, module.value)
     }
-    gated = {  # likewise
-        id(layer.weight) for layer in model.modules() if isinstance(layer, Linear) and layer.role in ("gate", "up")
-    }
-    assert own & apart == crossed | gated
+    assert own & apart == (set() if GPU else crossed)
     assert own - apart
 
 
@@ -105,7 +101,7 @@ def test_outside_of_a_training_step_nobody_meets_them() -> None:
     assert not list(twins.pairs())
     with pytest.raises(RuntimeError, match="stop"), twins.used():
         raise RuntimeError("stop")
-    assert all(layer.twin is None for layer in model.modules() if isinstance(layer, Linear))
+    assert all(layer.twin is None for layer in model.modules() if isinstance(layer, FastLinear))
     assert "twin" not in " ".join(model.state_dict())
 
 
@@ -145,7 +141,7 @@ def test_after_others_have_moved_the_weights_nothing_is_taken_for_granted() -> N
 def test_what_is_frozen_or_dropped_has_none() -> None:
     model = made(Mlp())
     for layer in model.modules():
-        if isinstance(layer, Linear) and layer.role == "down":
+        if isinstance(layer, FastLinear) and layer.role == "down":
             layer.weight.requires_grad_(False)
     twins = Twins(model)
     backward(model, twins)

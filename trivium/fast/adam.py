@@ -1,19 +1,17 @@
-"""Adam over a model that multiplies by bf16 copies of its weights (parts/twins.py): one kernel moves both."""
+"""Adam over a model that multiplies by bf16 copies of its weights (fast/twins.py): one kernel moves both."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
+from trivium.fast.twins import Pair, Twins
+from trivium.kernels.hardware import can_launch
 from trivium.optim.adam import AdamStepper
 from trivium.optim.clipping import clip_factor, global_norm
 from trivium.optim.stepper import Optimizer
-from trivium.parts.twins import Pair, Twins
-
-TRITON = find_spec("triton") is not None
 
 
 class FusedAdam(Optimizer):
@@ -56,7 +54,7 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, factor: float | Tensor, finite: Tensor) -> None:
-        able, alone = TRITON and finite.is_cuda, []
+        able, alone = can_launch(finite), []
         for pair in self.copies.pairs():
             if able and pair.weight.grad is None:
                 alone.append(pair)

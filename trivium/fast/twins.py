@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.feedforward import GluFeedForward, MlpFeedForward
-from trivium.parts.linear import Linear
+from trivium.fast.attention import FastAttention
+from trivium.fast.feedforward import FastGlu, FastMlp
+from trivium.fast.linear import FastLinear
 
-Multiplying = MultiHeadAttention | GluFeedForward | MlpFeedForward
+Multiplying = FastAttention | FastGlu | FastMlp
 
 
 class Pair(NamedTuple):
@@ -37,11 +37,12 @@ class Twins:
 
     def __init__(self, model: nn.Module) -> None:
         self.scale = torch.ones((), device=next(model.parameters()).device)  # what gradients are to be multiplied by
-        self._twins: list[tuple[Tensor, tuple[Linear, ...]]] = []
+        self._twins: list[tuple[Tensor, tuple[FastLinear, ...]]] = []
         for module in model.modules():
             if isinstance(module, Multiplying):
-                for layers in module.products:
-                    if all(_learns(layer) for layer in layers):
+                for product in module.products:
+                    layers = tuple(layer for layer in product if _learns(layer))
+                    if len(layers) == len(product):
                         whole_OI = torch.cat([layer.weight.detach() for layer in layers])
                         self._twins.append((whole_OI.bfloat16().requires_grad_(), layers))
         self._seen, self._trusted = self._versions(), True
@@ -109,13 +110,13 @@ class Twins:
         return [layer.weight._version for _, layers in self._twins for layer in layers]
 
 
-def _learns(layer: nn.Module) -> bool:
-    return type(layer) is Linear and layer.weight.requires_grad and layer.weight.dtype == torch.float32
+def _learns(layer: nn.Module) -> TypeGuard[FastLinear]:
+    return type(layer) is FastLinear and layer.weight.requires_grad and layer.weight.dtype == torch.float32
 
 
 def _hooked(weight: Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
-def _parts(whole_OI: Tensor, layers: tuple[Linear, ...]) -> tuple[Tensor, ...]:
+def _parts(whole_OI: Tensor, layers: tuple[FastLinear, ...]) -> tuple[Tensor, ...]:
     return torch.split(whole_OI, [layer.out_features for layer in layers])

@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from tests.kernels.launch import GPU
+from trivium.fast.choose import fast
 from trivium.kernels import levels
+from trivium.kernels.hardware import TRITON
 from trivium.kernels.levels import Product
-from trivium.parts import quantized
 from trivium.parts.linear import Linear
 from trivium.parts.quantized import Bits, Packed, QuantizedLinear, TiedLinear, pack, unpack
 
@@ -47,7 +49,7 @@ def product() -> Product:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(levels, "COMPILERS", ())
+    monkeypatch.setenv("PATH", "")
     levels.product.cache_clear()
     yield
     levels.product.cache_clear()
@@ -72,6 +74,7 @@ def test_it_is_the_product_with_the_matrix_made_whole(
         layer.bias.data = drawn(outputs, seed=seed + 2)
     new = QuantizedLinear(layer, bits)
     new.fill(layer.weight)
+    fast(new)
     with torch.no_grad():
         close(new(x), wanted(Packed(new.levels, new.scales), new.bias, x))
 
@@ -135,6 +138,7 @@ def test_without_a_compiler_the_plain_way_is_taken(no_compiler: None) -> None:
     layer.weight.data, layer.bias.data, x = drawn(40, 96), drawn(40, seed=1), drawn(1, 96, seed=2)
     new, tied = QuantizedLinear(layer, 8), TiedLinear(layer)
     new.fill(layer.weight)
+    fast(nn.ModuleList((new, tied)))
     with torch.no_grad():
         close(new(x), wanted(Packed(new.levels, new.scales), new.bias, x))
         assert torch.equal(tied(x), layer(x))
@@ -158,50 +162,26 @@ def test_a_program_that_computes_something_else_is_not_used(monkeypatch: pytest.
         levels.product.cache_clear()
 
 
-def tied_to(table: Tensor) -> TiedLinear:
-    layer = Linear(table.shape[1], table.shape[0], bias=False, role="head")
-    layer.weight.data = table
-    return TiedLinear(layer)
-
-
-def test_a_tied_matrix_of_levels_is_multiplied_as_its_floats_are() -> None:
-    table = unpack(pack(drawn(60, 100), 8), 100)
-    layer, x = tied_to(table), drawn(2, 3, 100, seed=1)
-    with torch.no_grad():
-        close(layer(x), x.double() @ table.double().T)
-        many = drawn(100, 100, seed=2)
-        close(layer(many), many.double() @ table.double().T)
-
-
-def test_a_tied_matrix_that_is_changed_is_read_anew() -> None:
-    layer, x = tied_to(unpack(pack(drawn(60, 100), 8), 100)), drawn(1, 100, seed=1)
-    with torch.no_grad():
-        layer(x)
-        other = unpack(pack(drawn(60, 100, seed=3), 8), 100)
-        layer.weight.copy_(other)
-        close(layer(x), x.double() @ other.double().T)
-
-
-def test_gradients_and_other_precisions_take_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
-        raise AssertionError
-
-    monkeypatch.setattr(quantized, "_few", refuse)
-    layer = tied_to(drawn(60, 100)).requires_grad_(False)
-    layer(drawn(1, 100).requires_grad_()).sum().backward()
-    layer.double()(drawn(1, 100).double())
-
-
 @needs_compiler
 def test_nothing_is_built_where_no_folder_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/there/is/no/such/folder")
     assert levels.built(COMPILER, []) is None
 
 
-def test_a_tied_table_of_inference_mode_decodes() -> None:
-    with torch.inference_mode():
-        layer = Linear(64, 100, bias=False, role="head")
-        layer.weight.copy_(drawn(100, 64))
-        x = drawn(1, 64, seed=1)
-        expected = x.double() @ layer.weight.double().T
-        assert float((TiedLinear(layer)(x).double() - expected).norm() / expected.norm()) < 1e-2
+def test_kernels_of_a_gpu_that_compute_something_else_are_not_used() -> None:
+    def right(x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+        return (x.float() @ unpack(Packed(*packed), x.shape[1]).T).bfloat16()
+
+    def wrong(x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+        return right(x, packed, bias) * (1.02 if len(x) > 1 else 1)  # several rows alone
+
+    here = torch.device("cpu")
+    for sample in levels._samples():
+        assert levels._right_there(sample, here, right)
+        assert not levels._right_there(sample, here, wrong)
+
+
+@pytest.mark.skipif(TRITON or GPU, reason="there is Triton")
+def test_without_triton_there_are_no_kernels_for_a_gpu() -> None:
+    levels.gpu.cache_clear()
+    assert not levels.gpu(0)

@@ -1,0 +1,48 @@
+"""A stack whose masks, contexts and caches are in the form that fast attention takes."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from trivium.fast.block import FastContext, TwoReaders
+from trivium.fast.cache import KernelCache
+from trivium.fast.masks import FastScoreMask
+from trivium.models.stack import PlainStack
+from trivium.parts.cache import Cache, Slots
+from trivium.parts.masks import AnyMask
+from trivium.parts.mixers import Context
+
+
+@final
+class FastStack(PlainStack):
+    """`PlainStack` with `FastScoreMask`, `FastContext` and, for sequences of different lengths, `KernelCache`."""
+
+    def contexts(
+        self,
+        x_BTD: Tensor,
+        at: Tensor,
+        mask: AnyMask,
+        cache: Cache | None,
+        source: Tensor | None,
+        source_mask: AnyMask | None,
+    ) -> list[Context]:
+        readers = None if self.recompute and self.training else TwoReaders()
+        plain = super().contexts(x_BTD, at, mask, cache, source, source_mask)
+        return [FastContext(**vars(ctx), readers=readers) for ctx in plain]
+
+    def score_mask(self, mask: AnyMask, x_BTD: Tensor, keys: int, bias: Tensor | None = None) -> FastScoreMask:
+        return FastScoreMask(mask, x_BTD, keys, bias, dropout=self.training and self._has_dropout())
+
+    def cache(self, rows: int, longest: int, like: Tensor, slots: Slots | None = None) -> Cache:
+        if slots is None:
+            return super().cache(rows, longest, like)
+        sizes = zip(self.cache_shapes, self.windows, strict=True)
+        layers = [KernelCache(rows, longest, shape, like.device, like.dtype, slots, window) for shape, window in sizes]
+        return Cache(layers, rows, longest, like.device, slots)
+
+    def _has_dropout(self) -> bool:
+        """Whether a layer drops attention weights, which our kernel does not."""
+        mixers = (getattr(block, "attention", None) for block in self.blocks)
+        return any(getattr(mixer, "dropout", 0.0) > 0 for mixer in mixers)
