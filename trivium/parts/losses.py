@@ -55,5 +55,10 @@ def merge(*several: Mapping[str, Loss]) -> Losses:
 
 def total(losses: Mapping[str, Loss], counts: Mapping[str, int | Tensor]) -> Tensor:
     """The loss that is differentiated: every sum over its count, times its weight."""
-    terms = [loss.sum / counts[loss.over] * loss.weight for loss in losses.values() if loss.weight]
+    terms = [_term(loss, counts) for loss in losses.values() if loss.weight]
     return sum(terms[1:], start=terms[0])
+
+
+def _term(loss: Loss, counts: Mapping[str, int | Tensor]) -> Tensor:
+    mean = loss.sum / counts[loss.over]
+    return mean if loss.weight == 1.0 else mean * loss.weight
