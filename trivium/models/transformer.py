@@ -18,6 +18,7 @@ from trivium.models.config import SHARED, ModelConfig
 from trivium.models.stack import PlainStack
 from trivium.models.unwritten import tracked
 from trivium.parts.cache import Cache, SlotMask
+from trivium.parts.declared import undeclared
 from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.losses import Losses, merge, split
 from trivium.parts.masks import AnyMask, Mask
@@ -211,6 +212,7 @@ def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "c
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta") if meta else contextlib.nullcontext(), _seeded(seed), tracked() as unwritten:
         model = Transformer(config)
+        _refuse_undeclared(model)
         try:
             config.init.apply(model, width=config.width, layers=config.layers, generator=generator)
         except (NotImplementedError, RuntimeError):
@@ -219,6 +221,16 @@ def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "c
             return model  # an init that looks at values cannot show here what it would fill
     unwritten.refuse_in(model)
     return model.to(device)
+
+
+def _refuse_undeclared(model: nn.Module) -> None:
+    """Refuse a parameter that says nothing of itself: neither the init nor an optimizer would know what it is."""
+    if names := undeclared(model):
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        raise ConfigError(
+            f"model: nobody declares the parameter {names[0]}{more}; name it in `declares` of its module, as a matrix, "
+            "a table or a vector (trivium.parts.declared), or make it a Linear"
+        )
 
 
 @contextlib.contextmanager

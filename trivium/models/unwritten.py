@@ -54,8 +54,8 @@ class Unwritten:
         if empty:
             more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
             raise ConfigError(
-                f"model: nobody fills the parameter {empty[0]}{more}; fill it in the constructor of its module, make "
-                "it a Linear or name it in `tables`"
+                f"model: nobody fills the parameter {empty[0]}{more}; fill it in the constructor of its module, or "
+                "declare it as a matrix or a table"
             )
 
 

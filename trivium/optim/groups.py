@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from torch import nn
 
 from trivium.errors import ConfigError
-from trivium.parts.linear import Linear
+from trivium.parts.declared import declared
 from trivium.parts.quantized import bits_in
 
 Kind = Literal["matrix", "head", "embedding", "vector", "other"]
 
-# What a module says of its tables -> what they are to an optimizer: a bias is not decayed, whatever its shape.
-TABLES: dict[str, Kind] = {"embedding": "embedding", "position": "embedding", "bias": "vector"}
+# What a module declares -> what it is to an optimizer: a bias is not decayed, whatever its shape.
+KINDS: dict[str, Kind] = {"embedding": "embedding", "position": "embedding", "bias": "vector", "vector": "vector"}
 
 
 class Weight(NamedTuple):
@@ -48,10 +48,10 @@ def trainable(model: nn.Module) -> list[Weight]:
 
 
 def _kinds(model: nn.Module) -> Iterator[tuple[int, Kind]]:
-    for module in model.modules():
-        if isinstance(module, Linear):
-            yield id(module.weight), "head" if module.role == "head" else "matrix"
-    for module in model.modules():  # after the linear layers: a tied matrix counts as the embedding it is
-        tables: Mapping[str, str] = getattr(module, "tables", {})
-        for name, what in tables.items():
-            yield id(getattr(module, name)), TABLES[what]  # an absent table is None, and so no weight
+    found = list(declared(model))
+    for _, _, parameter, what in found:
+        if what.kind == "matrix":
+            yield id(parameter), "head" if what.role == "head" else "matrix"
+    for _, _, parameter, what in found:  # after the matrices: a tied one counts as the embedding it is
+        if what.kind != "matrix":
+            yield id(parameter), KINDS[what.kind]

@@ -81,14 +81,16 @@ def _move(
     dtype: torch.dtype,
 ) -> None:
     """One step of all matrices of a shape, as a stack: a dozen kernels for all of them, not for each."""
-    grad_KRC, weight_KRC, held_KRC = torch.stack(grads), torch.stack(parameters), torch.stack(momenta)
+    # a stack of matrices, such as those of experts, is as many matrices
+    grad_KRC, weight_KRC, held_KRC = (torch.stack(one).flatten(0, -3) for one in (grads, parameters, momenta))
+    shape = (len(parameters), *parameters[0].shape)
     moved_KRC = held_KRC.lerp(grad_KRC, 1 - options.momentum)
     update_KRC = orthogonal(grad_KRC.lerp(moved_KRC, options.momentum), options.iterations, dtype)
     _, rows, columns = update_KRC.shape
     size = rate * _scale(options.scale, rows, columns)
     next_KRC = weight_KRC * (1 - rate * options.decay) - size * update_KRC
-    torch._foreach_copy_(parameters, torch.where(finite, next_KRC, weight_KRC).unbind())
-    torch._foreach_copy_(momenta, torch.where(finite, moved_KRC, held_KRC).unbind())
+    torch._foreach_copy_(parameters, torch.where(finite, next_KRC, weight_KRC).view(shape).unbind())
+    torch._foreach_copy_(momenta, torch.where(finite, moved_KRC, held_KRC).view(shape).unbind())
 
 
 def products(matrix: Tensor) -> torch.dtype:

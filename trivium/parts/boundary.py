@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.parts.activations import ACTIVATIONS
+from trivium.parts.declared import POSITION, Declared
 from trivium.parts.linear import Linear
 from trivium.parts.options.boundary import SpanBoundary
 from trivium.parts.options.output import Softmax
@@ -19,7 +21,9 @@ from trivium.parts.site import Site
 
 
 class BoundaryHead(nn.Module):
-    tables = {"places": "position"}  # noqa: RUF012 - read by init and optimizers, never written
+    """SpanBERT's head: a token from the states at the borders of its span and its place (Joshi et al. 2020)."""
+
+    declares: ClassVar[Mapping[str, Declared]] = {"places": POSITION}
 
     def __init__(self, options: SpanBoundary, site: Site, tied: nn.Parameter) -> None:
         super().__init__()

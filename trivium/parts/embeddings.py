@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.errors import RequestError
+from trivium.parts.declared import EMBEDDING, Declared
 from trivium.parts.dropout import dropout, locked
 from trivium.parts.options.embeddings import Tokens
 from trivium.parts.site import NoPart, Site
@@ -21,7 +22,7 @@ from trivium.parts.site import NoPart, Site
 class TokenEmbedding(nn.Module):
     """A trained vector for each id, by option scaled, with segments, normed: [B, T] to [B, T, D]."""
 
-    tables = {"weight": "embedding", "segments": "embedding"}  # noqa: RUF012 - read by init and optimizers, never written
+    declares: ClassVar[Mapping[str, Declared]] = {"weight": EMBEDDING, "segments": EMBEDDING}
 
     def __init__(self, options: Tokens, site: Site) -> None:
         super().__init__()

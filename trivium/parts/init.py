@@ -14,14 +14,13 @@ if TYPE_CHECKING:  # the options are read without torch
     import torch
     from torch import Tensor, nn
 
-    from trivium.parts.linear import Linear
+    from trivium.parts.declared import Declared
 
 
 class Init(Protocol):
-    """The options of an initialisation: fills every matrix and table of a model in place.
+    """The options of an initialisation: fills every declared matrix and table of a model in place (`declared.py`).
 
-    Matrices are the package's `Linear` layers; tables are what a module names in its attribute `tables`. Whatever else
-    a part has (gains, slopes, scalars) keeps the value that its constructor gave it; what has none is refused.
+    Vectors keep the value that their constructor gave them, biases of linear layers are zero.
     """
 
     def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None: ...
@@ -37,7 +36,7 @@ class Gpt:
         at_least("std", self.std, 0)
 
     def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
-        _fill(model, generator, table=lambda kind: self.std, matrix=_normal(lambda layer: self.std))
+        _fill(model, generator, table=lambda kind: self.std, matrix=_normal(lambda what, inputs: self.std))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +50,7 @@ class Gpt2:
 
     def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
         scaled = self.std / math.sqrt(2 * layers)
-        deviation = _normal(lambda layer: scaled if layer.role in WRITERS else self.std)
+        deviation = _normal(lambda what, inputs: scaled if what.role in WRITERS else self.std)
         _fill(model, generator, table=lambda kind: self.std, matrix=deviation)
 
 
@@ -67,8 +66,8 @@ class FanIn:
         at_least("table", self.table, 0)
 
     def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
-        def deviation(layer: Linear) -> float:
-            return 0.0 if layer.role in WRITERS else self.gain / math.sqrt(layer.in_features)
+        def deviation(what: Declared, inputs: int) -> float:
+            return 0.0 if what.role in WRITERS else self.gain / math.sqrt(inputs)
 
         _fill(model, generator, table=lambda kind: self.table, matrix=_normal(deviation))
 
@@ -81,9 +80,10 @@ class Xavier:
     """
 
     def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
-        def draw(layer: Linear, generator: torch.Generator) -> None:
-            bound = math.sqrt(6 / (layer.in_features + layer.out_features))
-            layer.weight.uniform_(-bound, bound, generator=generator)
+        def draw(weight: Tensor, what: Declared, generator: torch.Generator) -> None:
+            outputs, inputs = weight.shape[-2:]
+            bound = math.sqrt(6 / (inputs + outputs))
+            weight.uniform_(-bound, bound, generator=generator)
 
         _fill(model, generator, table=lambda kind: width**-0.5, matrix=draw)
 
@@ -97,8 +97,8 @@ class T5:
     """
 
     def apply(self, model: nn.Module, *, width: int, layers: int, generator: torch.Generator) -> None:
-        def deviation(layer: Linear) -> float:
-            return 1 / math.sqrt(layer.in_features * (layer.head or 1))
+        def deviation(what: Declared, inputs: int) -> float:
+            return 1 / math.sqrt(inputs * (what.head or 1))
 
         def table(kind: str) -> float:
             return 1.0 if kind == "embedding" else width**-0.5
@@ -108,13 +108,15 @@ class T5:
 
 INITS: dict[str, type[Init]] = {"gpt": Gpt, "gpt2": Gpt2, "fan-in": FanIn, "xavier": Xavier, "t5": T5}
 
-_Draw = Callable[["Linear", "torch.Generator"], object]
+_Draw = Callable[["Tensor", "Declared", "torch.Generator"], object]
 
 
-def _normal(deviation: Callable[[Linear], float]) -> _Draw:
-    def draw(layer: Linear, generator: torch.Generator) -> Tensor:
-        std = deviation(layer)
-        return layer.weight.normal_(0, std, generator=generator) if std else layer.weight.zero_()
+def _normal(deviation: Callable[[Declared, int], float]) -> _Draw:
+    """Draws from N(0, deviation), which depends on what a matrix is and on its inputs."""
+
+    def draw(weight: Tensor, what: Declared, generator: torch.Generator) -> Tensor:
+        std = deviation(what, weight.shape[-1])
+        return weight.normal_(0, std, generator=generator) if std else weight.zero_()
 
     return draw
 
@@ -122,22 +124,22 @@ def _normal(deviation: Callable[[Linear], float]) -> _Draw:
 def _fill(model: nn.Module, generator: torch.Generator, *, table: Callable[[str], float], matrix: _Draw) -> None:
     import torch
 
-    from trivium.parts.linear import Linear
+    from trivium.parts.declared import declared
 
     done: set[int] = set()  # a tied matrix is drawn once, as the embedding it belongs to
     with torch.no_grad():
-        for module in model.modules():
-            for name, kind in getattr(module, "tables", {}).items():
-                weight = getattr(module, name)
-                if weight is not None and id(weight) not in done:
-                    if not _has_no_values(weight):
-                        weight.normal_(0, table(kind), generator=generator)
-                    done.add(id(weight))
-            if isinstance(module, Linear):
-                if id(module.weight) not in done and not _has_no_values(module.weight):
-                    matrix(module, generator)
-                if module.bias is not None:
-                    module.bias.zero_()
+        for _, _, weight, what in declared(model):
+            if id(weight) in done:
+                continue
+            done.add(id(weight))
+            if what.kind == "vector":
+                if what.fill is not None:
+                    weight.fill_(what.fill)
+            elif not _has_no_values(weight):
+                if what.kind == "matrix":
+                    matrix(weight, what, generator)
+                else:
+                    weight.normal_(0, table(what.kind), generator=generator)
 
 
 def _has_no_values(weight: Tensor) -> bool:

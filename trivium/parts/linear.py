@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
+from trivium.parts.declared import ZEROS, Declared, matrix
 from trivium.parts.roles import Role
 
 
@@ -14,6 +17,10 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.role: Role = role
         self.head = head  # the size of one head where the outputs are queries: T5 folds its scale into their init
+
+    @property
+    def declares(self) -> Mapping[str, Declared]:
+        return {"weight": matrix(self.role, self.head), "bias": ZEROS}
 
     def reset_parameters(self) -> None:
         """Nothing: `init` decides, once, for the whole model."""

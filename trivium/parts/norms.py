@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.parts.declared import VECTOR, Declared
+
 
 class LayerNormed(nn.Module):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension (Ba et al. 2016)."""
+
+    declares: ClassVar[Mapping[str, Declared]] = {"weight": VECTOR, "bias": VECTOR}
 
     def __init__(self, width: int, eps: float, bias: bool) -> None:
         super().__init__()
@@ -22,6 +29,8 @@ class LayerNormed(nn.Module):
 
 class RMSNormed(nn.Module):
     """`x / sqrt(mean(x²) + eps) * weight` over the last dimension (Zhang and Sennrich 2019)."""
+
+    declares: ClassVar[Mapping[str, Declared]] = {"weight": VECTOR}
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

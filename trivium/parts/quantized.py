@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.parts.declared import declared
 from trivium.parts.linear import Linear, give_bias
 
 Bits = Literal[8, 4]
@@ -170,7 +171,7 @@ def hollow(model: nn.Module, bits: Bits) -> dict[str, Linear]:
     A layer that is tied to a table keeps its floats. An output matrix of its own gets 8 bits even where the rest has 4.
     Nothing is left to train.
     """
-    tables = {id(getattr(module, name)) for module in model.modules() for name in getattr(module, "tables", {})}
+    tables = {id(found.parameter) for found in declared(model) if found.declared.kind not in ("matrix", "vector")}
     found = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     old = {name: layer for name, layer in found.items() if id(layer.weight) not in tables}
     new: dict[nn.Module, nn.Module] = {layer: TiedLinear(layer) for name, layer in found.items() if name not in old}
@@ -195,10 +196,5 @@ def bits_in(model: nn.Module) -> int:
 
 def embeddings(model: nn.Module) -> dict[str, nn.Parameter]:
     """The tables of vectors by id, by name: a file keeps those of a quantised model as 8-bit levels."""
-    tables = {
-        id(getattr(module, name))
-        for module in model.modules()
-        for name, kind in getattr(module, "tables", {}).items()
-        if kind == "embedding"
-    }
+    tables = {id(found.parameter) for found in declared(model) if found.declared.kind == "embedding"}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in tables}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.errors import RequestError
+from trivium.parts.declared import POSITION, Declared
 from trivium.parts.options.positions import Sinusoidal
 from trivium.parts.positions.base import Computed, Positions
 
@@ -49,7 +50,7 @@ class SinusoidalPositions(Computed):
 class LearnedPositions(Positions):
     """A trained vector for each position, added to the embeddings (GPT, BERT)."""
 
-    tables: ClassVar[Mapping[str, str]] = {"table": "position"}
+    declares: ClassVar[Mapping[str, Declared]] = {"table": POSITION}
 
     def __init__(self, context: int, width: int, offset: int = 0) -> None:
         super().__init__()

@@ -10,11 +10,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from trivium.parts.declared import Declared
+
 
 class Positions(nn.Module):
     """What a scheme may offer; this one offers nothing. `at` holds the position of every token."""
 
-    tables: ClassVar[Mapping[str, str]] = {}  # trained tables by attribute (which may be None): "position" or "bias"
+    declares: ClassVar[Mapping[str, Declared]] = {}
     values: bool = False  # whether `value` adds anything, so that attention must show its weights
 
     def embed(self, x_BTD: Tensor, at_BT: Tensor) -> Tensor:

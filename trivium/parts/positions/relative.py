@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.parts.declared import BIAS_TABLE, POSITION, Declared
 from trivium.parts.options.positions import Buckets, Shaw
 from trivium.parts.positions.base import Computed, Positions, distances
 from trivium.parts.site import Site
@@ -21,7 +22,7 @@ from trivium.parts.site import Site
 class ShawPositions(Positions):
     """A trained vector per clipped distance, added to keys and, by option, values (Shaw et al. 2018)."""
 
-    tables: ClassVar[Mapping[str, str]] = {"key_table": "position", "value_table": "position"}
+    declares: ClassVar[Mapping[str, Declared]] = {"key_table": POSITION, "value_table": POSITION}
 
     def __init__(self, options: Shaw, site: Site) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class ShawPositions(Positions):
 class BucketPositions(Computed):
     """A trained bias per head and bucket of distances, added to the scores (T5, Raffel et al. 2020)."""
 
-    tables: ClassVar[Mapping[str, str]] = {"table": "bias"}
+    declares: ClassVar[Mapping[str, Declared]] = {"table": BIAS_TABLE}
 
     def __init__(self, options: Buckets, heads: int, causal: bool) -> None:
         super().__init__()
