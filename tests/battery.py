@@ -324,7 +324,7 @@ def check_saved(case: Case, folder: Path) -> None:
 
 
 def check_arranged(case: Case, folder: Path) -> None:
-    """Fast and laid out for decoding the model is the same: its outputs, its file, and after weights change in place."""
+    """Fast and laid out for decoding a model is the same: its outputs, its file, and after weights change in place."""
     model, other = lively(case.config), lively(case.config, seed=7)
     tokens_BT = some_ids(2, 6)
     with torch.no_grad():

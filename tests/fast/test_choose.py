@@ -20,7 +20,7 @@ from trivium.fast.choose import FAST, PLAIN, FastOptions, chosen, fast, for_infe
 from trivium.fast.linear import FastLinear
 from trivium.models.transformer import Transformer
 from trivium.parts.linear import Linear
-from trivium.parts.quantized import hollow
+from trivium.parts.quantized import QuantizedLinear, hollow
 
 ROUND_OFF = 1e-10  # of float64 sums in another order
 WAYS: dict[str, Callable[[nn.Module], None]] = {
@@ -165,7 +165,8 @@ def test_plain_takes_back_float8_copies_and_levels() -> None:
     layers[0].twin = layers[0].weight.detach().bfloat16()
     plain(model)
     unchanged(snapshot(model), before)
-    hollow(model, 8)
+    for name, old in hollow(model, 8).items():
+        cast(QuantizedLinear, model.get_submodule(name)).fill(old.weight)
     before = snapshot(model)
     for_inference(model)
     with torch.no_grad():

@@ -27,6 +27,8 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Prompt, Scorer
 from trivium.models.presets import t5
 from trivium.models.transformer import Transformer, build
+from trivium.parts.attention import split_heads
+from trivium.parts.mixers import Context
 
 LETTERS, END, PAD = 4, 4, 5  # ids 0 to 3 are text
 FAMILIES = {"decoder": "gpt-mini", "encoder-decoder": "t5-mini"}
@@ -309,16 +311,16 @@ def test_there_may_be_more_beams_than_positions() -> None:
 @torch.no_grad()
 def attention(model: Transformer, wish: Prompt, ids: Sequence[int]) -> Tensor:
     """How much attention each source token gets from the last layer in all steps, by that layer's own weights."""
-    kept: list[tuple[Any, ...]] = []
+    kept: list[tuple[Tensor, Context]] = []
     assert model.decoder is not None
     cross: Any = model.decoder.blocks[-1].cross
-    handle = cross.register_forward_pre_hook(lambda _, given, named: kept.append((given, named)), with_kwargs=True)
+    handle = cross.register_forward_pre_hook(lambda _, given: kept.append(given))
     logprobs(model, wish, ids)
     handle.remove()
-    (x_BTD, mask, *_), named = kept[0]
-    query = cross._normed(cross._split(cross.query(x_BTD), cross.size), cross.query_norm)
-    key = cross._normed(cross._split(cross.key(named["source_BSD"]), cross.size), cross.key_norm)
-    weights_BHTS: Tensor = cross._weights(query, key, mask)
+    x_BTD, ctx = kept[0]
+    query = cross.query_norm(split_heads(cross.query(x_BTD), cross.size))
+    key = cross.key_norm(split_heads(cross.key(ctx.source), cross.size))
+    weights_BHTS: Tensor = cross.weights(query, key, ctx.source_mask)
     return weights_BHTS[0].mean(0).sum(0)
 
 

@@ -27,6 +27,8 @@ from trivium.generation import engine as decoding
 from trivium.generation import text as texts
 from trivium.generation.banks import banks_of
 from trivium.generation.choosing import Kind
+from trivium.fast.cache import KernelCache
+from trivium.fast.choose import fast
 from trivium.generation.continuous import Engine, slotted
 from trivium.generation.engine import Request, Token, stream
 from trivium.generation.graphs import current, differ, own_scratch
@@ -180,10 +182,12 @@ def test_banks_that_are_too_large_together_are_not_kept(monkeypatch: pytest.Monk
 @torch.no_grad()
 def test_a_slower_way_forgets_what_was_captured_and_uses_no_kernel() -> None:
     model = small(Learned()).eval()
+    fast(model)
     bank, plain = Bank(model, 2, CONTEXT, 0), Bank(model, 2, CONTEXT, 0)
     held = cast(Any, bank)
-    held._fused, held.slots.kernel = Wrong(True), True
+    held._fused, bank.kernel = Wrong(True), True
     held._fused.bold = True
+    assert all(isinstance(layer, KernelCache) and layer.on for layer in bank.cache.layers)
     ways = 0
     while True:
         held._graphs, held.readings, held._read._graphs = {1: 1}, {1: 1}, {1: (torch.zeros(1), 1)}
@@ -195,6 +199,7 @@ def test_a_slower_way_forgets_what_was_captured_and_uses_no_kernel() -> None:
         assert not held._read.kept
         ways += 1
     assert ways == 3  # kernels one after another, then the model, then plain attention and plain steps
+    assert not any(isinstance(layer, KernelCache) and layer.on for layer in bank.cache.layers)
     held._graphs, kind = {}, Kind(False, False, False)
     for one in (bank, plain):
         one.join([1], [Row(0, Request(ids=(4, 5, 6), tokens=9, sampling=GREEDY, seed=0))])

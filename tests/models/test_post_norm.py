@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.battery import lively, some_ids
 from tests.cases import CONTEXT, VOCAB
-from trivium.fast.block import FastBlock, TwoReaders, _applies, _last_layer
+from trivium.fast.block import TwoReaders, _applies, _last_layer
 from trivium.fast.choose import FastOptions, fast, for_training
 from trivium.fast.linear import is_fast
 from trivium.kernels.hardware import can_launch
@@ -26,7 +26,6 @@ from trivium.models.transformer import Transformer
 from trivium.parts.linear import Linear
 from trivium.parts.masks import Mask, ScoreMask
 from trivium.parts.mixers import Context
-from trivium.parts.norms import LayerNormed
 from trivium.parts.options.attention import MultiHead
 from trivium.parts.options.feedforward import Glu, Mlp
 from trivium.parts.options.norms import LayerNorm, Norm, RMSNorm
@@ -41,18 +40,19 @@ kernels = pytest.mark.skipif(
     not can_launch(torch.zeros(1, device=DEVICE)), reason="needs a CUDA GPU, or Triton's interpreter"
 )
 BIASED = MultiHead(bias="all")
+RELU = Mlp(activation="relu")  # the other kernels of a step take seconds in the interpreter
 
 
 def stack(**changes: Any) -> Stack:
-    return Stack(layers=2, block=Block(**{"attention": BIASED, "residual": Post(), **changes}))
+    return Stack(layers=2, block=Block(**{"attention": BIASED, "feedforward": RELU, "residual": Post(), **changes}))
 
 
 # A stack's changes, and the norms that the kernel takes then.
 CASES: dict[str, tuple[dict[str, Stack], int]] = {
     "encoder": ({"encoder": stack()}, 4),
-    "decoder": ({"decoder": stack(feedforward=Glu(bias=True))}, 4),
+    "decoder": ({"decoder": stack(feedforward=Glu(bias=True, activation="relu"))}, 4),
     "both": ({"encoder": stack(), "decoder": stack(cross=BIASED)}, 10),
-    "no bias": ({"encoder": stack(attention=MultiHead(), feedforward=Mlp(bias=False))}, 4),
+    "no bias": ({"encoder": stack(attention=MultiHead(), feedforward=Mlp(bias=False, activation="relu"))}, 4),
     "lock": ({"encoder": stack(lock=1e-9)}, 0),
     "dropout": ({"encoder": stack(dropout=1e-9)}, 0),
     "another norm": ({"encoder": stack(norm=RMSNorm())}, 0),
@@ -92,6 +92,15 @@ def close(ours: list[Tensor], theirs: list[Tensor]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.dtype == other.dtype
         assert float((one - other).norm()) <= 0.03 * float(other.norm()) + 1e-3 * most
+
+
+@pytest.fixture(autouse=True)
+def _few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the programs of a kernel run one after another: three show as much as 264."""
+    if can_launch(torch.zeros(1)):
+        from trivium.kernels import postnorm
+
+        monkeypatch.setattr(postnorm, "LAUNCH", postnorm.LAUNCH._replace(parts=3))
 
 
 @pytest.fixture
@@ -194,31 +203,6 @@ def test_what_is_computed_again_goes_the_plain_way(launched: list[bool]) -> None
     assert not launched
 
 
-@kernels
-@pytest.mark.parametrize("path", ["around_attention", "around_attention.norm", "attention", "attention.out"])
-@pytest.mark.parametrize("way", ["forward", "backward"])
-def test_a_hook_is_called_whatever_the_kernel_takes(path: str, way: str, launched: list[bool]) -> None:
-    one = quick(model("encoder"))
-    called: list[int] = []
-    hooked = one.get_submodule(f"encoder.blocks.1.{path}")
-    register: Any = hooked.register_forward_hook if way == "forward" else hooked.register_full_backward_hook
-    register(lambda *_: called.append(1))
-    gradients(one)
-    assert called == [1]
-    assert len(launched) == (3 if path.startswith("around") else 4)
-
-
-def test_two_readers_give_both_outputs_of_the_last_norm_only() -> None:
-    readers, x, y = TwoReaders(), torch.zeros(1), torch.ones(1)
-    assert readers.outputs(x) == (x, x)
-    other = x.view_as(x)
-    assert readers.put(x, other) is x
-    residual, part = readers.outputs(x)
-    assert residual is x
-    assert part is other
-    assert readers.outputs(y) == (y, y)
-
-
 @pytest.mark.parametrize("kind", ["attention", "mlp", "glu"])
 def test_without_bias_grad_the_last_bias_is_a_constant(kind: str) -> None:
     options: Any = {"attention": BIASED, "mlp": Mlp(), "glu": Glu(bias=True)}[kind]
@@ -297,21 +281,3 @@ def test_the_kernel_applies_where_it_computes_what_the_norm_does() -> None:
 def test_and_not_elsewhere(why: str) -> None:
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         assert not REFUSED[why]()
-
-
-def test_a_fast_block_is_the_plain_one_where_the_kernel_does_not_apply() -> None:
-    """In float32, as on every CPU: the same outputs and gradients, to the bit where both go by the same operations."""
-    for name in CASES:
-        one = model(name).double()
-        one.stream = None
-        other = quick(one)
-        side = other.encoder if other.encoder is not None else other.decoder
-        assert side is not None
-        assert all(type(block) is FastBlock for block in side.blocks)
-        assert name == "another norm" or any(isinstance(module, LayerNormed) for module in other.modules())
-        tokens = some_ids(2, 7).to(DEVICE)
-        source = {"source": tokens.flip(1)} if one.config.family == "encoder-decoder" else {}
-        torch.manual_seed(0)
-        found = other(tokens, **source).hidden
-        torch.manual_seed(0)
-        torch.testing.assert_close(found, one(tokens, **source).hidden)
