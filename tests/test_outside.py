@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import trivium as tv
 from trivium.errors import CheckpointError
+from trivium.parts.declared import VECTOR
 from trivium.parts.linear import Linear
 from trivium.parts.site import Cost, Site, matrix
 from trivium.training.recipe import Recipe
@@ -34,6 +35,8 @@ class ScaleNorm:
 
 
 class ScaleNormed(nn.Module):
+    declares: ClassVar = {"gain": VECTOR}
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.tensor(width**0.5))

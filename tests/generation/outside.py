@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
 from trivium.parts.cache import LayerCache
+from trivium.parts.declared import VECTOR
 from trivium.parts.linear import Linear
 from trivium.parts.mixers import Context
 from trivium.parts.options.attention import Attention, MultiHead, Shape
@@ -52,6 +53,8 @@ class LightConv(_Mixer):
 
 
 class Convolution(nn.Module):
+    declares: ClassVar = {"mix": VECTOR}
+
     def __init__(self, heads: int, kernel: int, site: Site) -> None:
         super().__init__()
         self.value = Linear(site.width, site.width, bias=False, role="value")

@@ -15,6 +15,7 @@ from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build, empty, load_weights, shapes_of, weights
+from trivium.parts.declared import VECTOR, matrix
 from trivium.parts.init import Gpt2
 from trivium.parts.site import Cost, Site
 
@@ -23,6 +24,8 @@ EXPERTS, HIDDEN = 3, 8
 
 class Experts(nn.Module):
     """One tensor for all experts; the first of them answers."""
+
+    declares: ClassVar = {"up": VECTOR, "down": VECTOR}  # as the constructor fills them
 
     def __init__(self, width: int, fill: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -36,12 +39,14 @@ class Experts(nn.Module):
         return result
 
 
-class Declared(Experts):
-    tables: ClassVar = {"up": "embedding"}
+class Drawn(Experts):
+    declares: ClassVar = {"up": matrix("up"), "down": VECTOR}
 
 
 class Borrowed(nn.Module):
     """Layers of torch, which fill themselves, and a part that is not used."""
+
+    declares: ClassVar = {"nothing": VECTOR}
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -105,7 +110,7 @@ FILLED: dict[str, Callable[[int], nn.Module]] = {
     "in memory that shrinks": lambda width: Experts(
         width, lambda weight: set_to(weight, torch.zeros(10_000).resize_(weight.shape))
     ),
-    "as a table": lambda width: Declared(width, lambda weight: None),
+    "as a table": lambda width: Drawn(width, lambda weight: None),
     "layers of torch": Borrowed,
 }
 
@@ -114,7 +119,7 @@ FILLED: dict[str, Callable[[int], nn.Module]] = {
 def test_a_parameter_that_nobody_fills_is_refused_by_name(device: str) -> None:
     words = (
         r"nobody fills the parameter decoder\.blocks\.0\.feedforward\.up \[3, 16, 8\] \(and 1 more\); "
-        r"fill it in the constructor of its module, make it a Linear or name it in `tables`"
+        r"fill it in the constructor of its module, or declare it as a matrix or a table"
     )
     with pytest.raises(ConfigError, match=words):
         tv.build(config(lambda width: Experts(width, lambda weight: None)), device=device)
@@ -156,6 +161,8 @@ def test_what_is_computed_from_it_is_refused_too(way: str, device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_vector_that_nobody_fills_is_refused_too(device: str) -> None:
     class Scaled(nn.Module):
+        declares: ClassVar = {"gain": VECTOR}
+
         def __init__(self, width: int) -> None:
             super().__init__()
             self.gain = nn.Parameter(torch.ones(width).new_empty(width))

@@ -17,6 +17,7 @@ from trivium.optim.adam import AdamStepper
 from trivium.optim.groups import trainable
 from trivium.optim.options import Adam, AdamW, Muon, Optim, Sgd
 from trivium.parts.boundary import BoundaryHead
+from trivium.parts.declared import EMBEDDING
 from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.linear import Linear
 from trivium.parts.options.embeddings import Tokens
@@ -138,7 +139,7 @@ def test_a_tied_matrix_appears_once_and_as_the_embedding_it_is() -> None:
             super().__init__()
             self.head = Linear(3, 5, bias=False, role="head")  # met first
             self.embedding = nn.Module()
-            self.embedding.tables = {"weight": "embedding", "absent": "embedding"}  # type: ignore[assignment]
+            self.embedding.declares = {"weight": EMBEDDING, "absent": EMBEDDING}  # type: ignore[assignment]
             self.embedding.weight = self.head.weight
             self.embedding.absent = None  # type: ignore[assignment]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
+from trivium.parts.declared import EMBEDDING, POSITION, VECTOR
 from trivium.parts.init import T5, FanIn, Gpt, Gpt2, Init, Xavier
 from trivium.parts.linear import Linear
 from trivium.parts.norms import LayerNormed, RMSNormed
@@ -158,10 +159,10 @@ def test_t5_folds_the_scale_of_its_scores_into_the_queries() -> None:
 
 
 def test_a_table_from_outside_is_drawn_by_its_kind() -> None:
-    """Init knows no names: a module says in `tables` which of its parameters are tables."""
+    """Init knows no names: a module declares what its parameters are."""
 
     class Outside(nn.Module):
-        tables: ClassVar[dict[str, str]] = {"rows": "embedding", "missing": "position"}
+        declares: ClassVar = {"rows": EMBEDDING, "gain": VECTOR, "missing": POSITION}
 
         def __init__(self) -> None:
             super().__init__()

@@ -125,11 +125,11 @@ def test_a_scheme_counts_its_parameters_and_names_its_tables(options: Position) 
     named = {
         f"{name}.{table}".lstrip(".")
         for name, scheme in schemes
-        for table in scheme.tables
+        for table in scheme.declares
         if getattr(scheme, table) is not None
     }
     assert named == {name for name, _ in part.named_parameters()}
-    assert {kind for _, scheme in schemes for kind in scheme.tables.values()} <= {"position", "bias"}
+    assert {what.kind for _, scheme in schemes for what in scheme.declares.values()} <= {"position", "bias"}
     assert set(part.state_dict()) == named  # what can be computed is not saved
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trivium.errors import ConfigError
 
 _EMPTY = ("aten::empty", "aten::new_empty")  # how the names of all operators begin that make memory without values
-_INPLACE, _VIEW = torch.Tag.inplace, torch.Tag.inplace_view
+_VIEW = torch.Tag.inplace_view
 _POINTWISE, _SEEDED = torch.Tag.pointwise, torch.Tag.nondeterministic_seeded
 _IS_META: Any = Tensor.is_meta
 
@@ -115,7 +115,8 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a call reads memory without values; it reads its targets if it is `mul_` or the like."""
         if not self._unwritten:
             return False
-        own = () if _POINTWISE in func.tags and _INPLACE in func.tags else targets
+        # by its name: torch 2.11 has no tag for operators that write in place
+        own = () if _POINTWISE in func.tags and func._schema.name.endswith("_") else targets
         given = _tensors([*args, *kwargs.values()])
         return any(tensor in self._unwritten and not any(tensor is target for target in own) for tensor in given)
 

@@ -46,12 +46,19 @@ def matrix(role: Role, head: int = 0) -> Declared:
 
 EMBEDDING, POSITION, BIAS_TABLE = Declared("embedding"), Declared("position"), Declared("bias")
 VECTOR, ZEROS = Declared("vector"), Declared("vector", fill=0.0)
+# Layers of torch inside a part from outside, which cannot declare anything themselves.
+TORCH: dict[type[nn.Module], Mapping[str, Declared]] = {
+    nn.Linear: {"weight": Declared("matrix"), "bias": ZEROS},
+    nn.Embedding: {"weight": EMBEDDING},
+    nn.LayerNorm: {"weight": VECTOR, "bias": VECTOR},
+    nn.RMSNorm: {"weight": VECTOR},
+}
 
 
 def declared(model: nn.Module) -> Iterator[Found]:
     """All declared parameters, module by module; a tied one is there once for every module that declares it."""
     for module in model.modules():
-        declares: Mapping[str, Declared] = getattr(module, "declares", {})
+        declares: Mapping[str, Declared] = getattr(module, "declares", None) or TORCH.get(type(module), {})
         for name, what in declares.items():
             parameter = getattr(module, name, None)
             if isinstance(parameter, nn.Parameter):
