@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -186,6 +186,32 @@ def prepared_by(path: Path) -> tuple[str, int] | None:
     """What is prepared or retired under this name, and the number of the process; None if nothing is."""
     found = _TEMPORARY.fullmatch(path.name)
     return None if found is None else (found[1], int(found[2][:18]))
+
+
+def sweep_prepared(path: Path, holds: Collection[str] = ()) -> None:
+    """Remove what killed processes were preparing for `path`: a file, or a folder of no other files than `holds`."""
+    with contextlib.suppress(OSError):  # what cannot be removed is no reason to fail
+        for other in sorted(path.parent.iterdir()):
+            name, process = prepared_by(other) or ("", 0)
+            if name == path.name and not is_alive(process) and not other.is_symlink() and _holds_only(other, holds):
+                remove(other)
+
+
+def _holds_only(path: Path, names: Collection[str]) -> bool:
+    if not names:
+        return path.is_file()
+    return path.is_dir() and all(inner.name in names or is_leftover(inner) for inner in path.iterdir())
+
+
+def is_alive(process: int) -> bool:
+    """Whether another process has this number; one that had our own is dead."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()
 
 
 def remove(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +130,12 @@ def test_bad_requests_are_refused_in_a_sentence() -> None:
         neighbours(torch.ones(1, 3), torch.ones(2, 4), ["a", "b"])
     with pytest.raises(RequestError, match="top: 0"):
         neighbours(torch.ones(1, 3), torch.ones(1, 3), ["a"], top=0)
+    strange: list[Any] = [None, 5, "a", [[1.0]], torch.ones(3), torch.ones(1, 1, 3), torch.ones(1, 3).to_sparse()]
+    for wrong in (*strange, torch.ones(1, 3).to(torch.complex64)):
+        with pytest.raises(RequestError, match="vectors: give a tensor of numbers with a row for each"):
+            neighbours(wrong, torch.ones(1, 3), ["a"])
+        with pytest.raises(RequestError, match="candidates: give a tensor of numbers with a row for each"):
+            neighbours(torch.ones(1, 3), wrong, ["a"])
+    for names in (None, 5, [1]):
+        with pytest.raises(RequestError, match=r"^names: "):
+            neighbours(torch.ones(1, 3), torch.ones(1, 3), names)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,14 @@ def _state() -> dict[str, Any]:
         "recompiles": dynamo.recompile_limit,
         "autograd cache": functorch.autograd_cache_allow_custom_autograd_functions,
         "random": torch.get_rng_state().tolist(),
+        "recursion": sys.getrecursionlimit(),
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
     }
 
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG"):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -53,6 +55,28 @@ def test_inside_a_run_everything_is_set(small: Make, tmp_path: Path) -> None:
     assert inside["autograd cache"]
     assert inside["environment"]["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ".compile")
     assert inside["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert _state() == before
+
+
+def test_what_the_compiler_sets_is_restored(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for own in (None, "mine"):
+        if own is not None:
+            monkeypatch.setenv("TRITON_CACHE_DIR", own)
+        before = _state()
+        with process_settings(small(compile="on"), tmp_path):
+            sys.setrecursionlimit(before["recursion"] + 1000)
+            os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = "123"
+            os.environ["TRITON_CACHE_DIR"] = str(tmp_path)
+        assert _state() == before
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_run_restores_its_process(small: Make, tmp_path: Path) -> None:
+    before = _state()
+    session = start(small(compile="on", **{"budget.steps": 2}), tmp_path)
+    finish(session)
+    assert "torch._inductor.compile_fx" in sys.modules
     assert _state() == before
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.errors import RequestError
-from trivium.generation.checks import require_whole
-from trivium.generation.states import frame_of, framed, read
+from trivium.generation.checks import require_whole, texts_of
+from trivium.generation.states import frame_of, framed, is_plain, read
 from trivium.models.transformer import Transformer
 from trivium.text.tokenizer import Tokenizer
 
@@ -131,6 +131,10 @@ def _table(model: Transformer) -> Tensor:
 def neighbours(vectors: Tensor, candidates_ND: Tensor, names: Sequence[str], *, top: int = 10) -> list[list[Neighbour]]:
     """For each of the vectors [Q, D] the `top` candidates with the highest cosine, best first; of equals the first."""
     require_whole("top", top, 1, None, "ask for at least one neighbour")
+    for name, given in (("vectors", vectors), ("candidates", candidates_ND)):
+        if not isinstance(given, Tensor) or not is_plain(given) or given.ndim != 2:
+            raise RequestError(f"{name}: give a tensor of numbers with a row for each, as `m.embed` of a list does")
+    names = texts_of("names", names)
     if vectors.shape[-1] != candidates_ND.shape[-1] or len(names) != len(candidates_ND):
         raise RequestError(
             f"vectors of {vectors.shape[-1]} numbers cannot be compared with {len(candidates_ND)} candidates of "

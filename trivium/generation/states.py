@@ -97,7 +97,7 @@ def _states(model: Transformer, tokens_BT: Tensor, real_BT: Tensor | None) -> Te
 _WHOLE = frozenset(
     {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
 )
-_OTHERS = frozenset({torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64})
+NUMBERS = _WHOLE | {torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 Ids = Tensor | Sequence[Sequence[int]] | Sequence[int]
 
@@ -142,7 +142,7 @@ def _beside(name: str, given: Ids, ids: Tensor, most: int) -> Tensor:
     except (ValueError, TypeError, RuntimeError, OverflowError):
         raise RequestError(f"{name}: its rows are not equally long; its shape must be that of the ids") from None
     meaning = "1 (or True) at the real ids and 0 at the padding" if name == "padding" else f"numbers from 0 to {most}"
-    if not _is_plain(numbers, _WHOLE | _OTHERS):
+    if not is_plain(numbers):
         raise RequestError(f"{name}: give {meaning}")
     if numbers.shape != ids.shape:
         raise RequestError(f"{name}: its shape must be that of the ids, {list(ids.shape)}")
@@ -153,7 +153,7 @@ def _beside(name: str, given: Ids, ids: Tensor, most: int) -> Tensor:
     return whole
 
 
-def _is_plain(tensor: Tensor, dtypes: frozenset[torch.dtype]) -> bool:
+def is_plain(tensor: Tensor, dtypes: frozenset[torch.dtype] = NUMBERS) -> bool:
     """Whether torch computes with a tensor as usual: it is of one of these types and neither sparse nor nested."""
     return not tensor.is_nested and tensor.layout == torch.strided and tensor.dtype in dtypes
 
@@ -165,7 +165,7 @@ def _tensor(model: Transformer, ids: Ids) -> Tensor:
         raise RequestError("logits takes rows of ids that are equally long; pad them or ask one by one") from None
     except (RuntimeError, OverflowError):  # what no tensor can be made of, such as None
         raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one") from None
-    if not _is_plain(tokens, _WHOLE) or not tokens.numel() or tokens.ndim not in (1, 2):
+    if not is_plain(tokens, _WHOLE) or not tokens.numel() or tokens.ndim not in (1, 2):
         raise RequestError("logits takes ids as whole numbers, [T] or [B, T], at least one")
     tokens = tokens.long()  # one of 64 unsigned bits that is too large becomes negative
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.config.vocab:

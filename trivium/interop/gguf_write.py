@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import CheckpointError, RequestError
-from trivium.files import exists_already, sync_folder, temporary
+from trivium.files import exists_already, sweep_prepared, sync_folder, temporary
 from trivium.interop import proof
 from trivium.interop.architectures.architecture import first_block, like
 from trivium.interop.architectures.llama import QK_EPS
@@ -83,6 +83,7 @@ def export_gguf(
         settings["tokenizer.chat_template"] = template
     formats = {name: (tensor.shape, _format(tensor, bits)) for name, tensor in _tensors(meta, target)}
     path.parent.mkdir(parents=True, exist_ok=True)
+    sweep_prepared(path)
     hidden = temporary(path)
     try:
         with hidden.open("wb") as file:

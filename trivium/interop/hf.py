@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trivium.errors import CheckpointError, RequestError
-from trivium.files import exists_already, sync_folder, temporary, write_synced
+from trivium.files import exists_already, sweep_prepared, sync_folder, temporary, write_synced
 from trivium.interop import proof, shards
 from trivium.interop.alike import resolved
 from trivium.interop.architectures import ARCHITECTURES
@@ -28,9 +28,10 @@ from trivium.parts.options.embeddings import Tokens
 from trivium.text.adopt import Frame
 from trivium.text.framing import PAD, frame_of
 from trivium.text.missing import MissingTokenizer
-from trivium.text.published import write_tokenizer
+from trivium.text.published import WRITTEN, write_tokenizer
 from trivium.text.tokenizer import Tokenizer
 
+README = "README.md"
 _FORCED = "forced_bos"  # how to write, not what the model is: in the generation settings only
 
 
@@ -65,8 +66,8 @@ def export_folder(
     frame = Frame() if tokenizer is None else frame_of(module.config.family, tokenizer)
     special = _special_ids(module.config.vocab, tokenizer, frame, ids)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    sweep_prepared(folder, (shards.WEIGHTS, CONFIG, GENERATION, README, *WRITTEN))
     hidden = temporary(folder)
-    shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
     try:
         _write(module, hidden, target, special, own_ids=ids is None)
@@ -132,7 +133,7 @@ def _write(
         # as here, padding is never written
         never = {"suppress_tokens": list(special["pad"])} if own_ids and "pad" in special else {}
         _json(folder / GENERATION, {"_from_model_config": True, **numbers, **never})
-    write_synced(folder / "README.md", _card(module.config, target).encode())
+    write_synced(folder / README, _card(module.config, target).encode())
 
 
 def _special_ids(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trivium.errors import CheckpointError, RequestError, pip_install
 from trivium.fast.attention import FastAttention
-from trivium.files import exists_already, remove, sync_file, sync_folder, temporary, write_synced
+from trivium.files import exists_already, remove, sweep_prepared, sync_file, sync_folder, temporary, write_synced
 from trivium.interop.foreign import Say
 from trivium.interop.proof import Mismatch
 from trivium.models.transformer import Transformer, empty, load_weights, weights
@@ -29,13 +29,14 @@ from trivium.objectives.masked import CLASS, SEPARATOR
 from trivium.objectives.options import PAD
 from trivium.parts.options.output import NoOutput
 from trivium.parts.sentence import PooledSentence
-from trivium.text.published import write_tokenizer
+from trivium.text.published import WRITTEN, write_tokenizer
 from trivium.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # importing it takes a while
     from torch.export import ExportedProgram
 
 MODEL, TOKENIZER, README = "model.onnx", "tokenizer.json", "README.md"
+DATA = f"{MODEL}.data"  # the weights of a large model
 OPSET = 20  # LayerNormalization and Gelu are one node each; onnxruntime reads it since 1.17
 TOLERANCE = 1e-4  # of a score, or of the largest score of its row where that is above 1
 # Bytes of weights from which they lie in a file of their own. A graph's file ends at 2 GB, and writing it takes twice
@@ -54,8 +55,8 @@ def export_onnx(module: Transformer, tokenizer: Tokenizer | None, folder: Path, 
     """
     _check(module, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    sweep_prepared(folder, (MODEL, DATA, README, *WRITTEN))
     hidden = temporary(folder)
-    remove(hidden)
     try:
         hidden.mkdir()
         with _still(_plain(module, say)) as graph:

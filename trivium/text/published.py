@@ -60,6 +60,9 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     return None
 
 
+WRITTEN = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
+
+
 def write_tokenizer(
     tokenizer: Tokenizer,
     folder: Path,
@@ -87,11 +90,7 @@ def write_tokenizer(
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     settings |= tokens | {"model_input_names": ["input_ids", *["token_type_ids"] * segments, "attention_mask"]}
     settings |= {"chat_template": template} if template else {}
-    for name, values in (
-        ("tokenizer.json", file),
-        ("special_tokens_map.json", tokens),
-        ("tokenizer_config.json", settings),
-    ):
+    for name, values in zip(WRITTEN, (file, tokens, settings), strict=True):
         write_atomic(folder / name, json_line(values, indent=2))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from trivium.kernels.hardware import set_allocator, trim_heap
 from trivium.training.recipe import Recipe
 
+# Set by the compiler whenever it needs them; the second is a folder beside the runs, if it is not the user's own.
+_COMPILERS_OWN = ("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_CACHE_DIR")
 _RECOMPILES = 32  # ragged batches: source and target lengths choose between kernels, validation has its own programs
 
 
@@ -76,6 +79,9 @@ def _set_up_compiler(undo: ExitStack, runs: Path) -> None:
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
+    undo.callback(sys.setrecursionlimit, sys.getrecursionlimit())  # the compiler raises it
+    for name in _COMPILERS_OWN:
+        undo.callback(_restore_variable, name, os.environ.get(name))
     _set_variable(undo, "TORCHINDUCTOR_CACHE_DIR", str((runs / ".compile").resolve()))
     _set_option(undo, dynamo, "recompile_limit", max(dynamo.recompile_limit, _RECOMPILES))
     # Otherwise a step with an autograd.Function of ours is differentiated anew in every process. The key contains the
@@ -89,6 +95,13 @@ def _set_variable(undo: ExitStack, name: str, value: str) -> None:
     if name not in os.environ:
         os.environ[name] = value
         undo.callback(os.environ.pop, name, None)
+
+
+def _restore_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _set_option(undo: ExitStack, options: Any, name: str, value: Any) -> None:

@@ -8,7 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trivium.errors import BusyError, DataError
-from trivium.files import LOCK, Lock, is_held, is_leftover, naming, prepared_by, remove, remove_leftovers, temporary
+from trivium.files import (
+    LOCK,
+    Lock,
+    is_alive,
+    is_held,
+    is_leftover,
+    naming,
+    prepared_by,
+    remove,
+    remove_leftovers,
+    temporary,
+)
 
 # of a run that is being prepared
 _PARTS = {LOCK, "about.json", "config.toml", "data", "env.json", "start.json", "tokenizer.json"}
@@ -69,7 +80,7 @@ def sweep(folder: Path) -> None:
 
 def _sweep_prepared(path: Path, name: str, process: int) -> None:
     """Remove a folder that a killed process prepared or retired, or put it back."""
-    if is_held(path) if (path / LOCK).is_file() else _alive(process):
+    if is_held(path) if (path / LOCK).is_file() else is_alive(process):
         return
     retired = path.parent / name.removesuffix(_REPLACED)
     if name.endswith(_REPLACED) and (path / "config.toml").is_file() and not os.path.lexists(retired):
@@ -93,13 +104,3 @@ def _listed(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return process != os.getpid()
