@@ -334,7 +334,7 @@ def test_compiling_the_validation_is_not_taken_for_its_time(
     monkeypatch.setattr(prepare, "validate", validate)
     trial = prepare.job(ground, 10)
     ground = replace(ground, recipe=replace(ground.recipe, compile="on", evaluate=Evaluate(rows=4)))
-    assert prepare._validation(trial, ground, lambda: now) == 2.0
+    assert prepare._validation(trial, ground, 4, lambda: now) == 2.0
 
 
 def test_a_torn_last_line_of_a_journal_is_left_out(tmp_path: Path) -> None:

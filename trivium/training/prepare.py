@@ -38,7 +38,7 @@ from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training import start, track
 from trivium.training.about import describe, preset_of
-from trivium.training.calibrate import measure, rows_that_fit
+from trivium.training.calibrate import measure, rows_that_fit, warn_of_long_steps
 from trivium.training.checks import check_form, ready, taken
 from trivium.training.deadline import VALIDATION
 from trivium.training.device import autocast, environment, settle
@@ -343,8 +343,10 @@ def _with_budget(ground: Ground, say: Say, clock: Callable[[], float]) -> Ground
     say("timing some steps, to plan the minutes by")
     with stage("timing", say, clock) as current:
         trial = partial(job, ground, 1_000_000)
-        timing = measure(seconds, trial, lambda made: _validation(made, ground, clock), clock)
+        timing = measure(seconds, trial, lambda made, batches: _validation(made, ground, batches, clock), clock)
         current.detail = f"{timing.step:.3g} s a step"
+    if slow := warn_of_long_steps(timing, recipe):
+        say(slow)
     planned = max(1, int((seconds - timing.measuring) * (1 - VALIDATION) / max(timing.step, 1e-9)))
     recipe = replace(recipe, budget=replace(recipe.budget, planned=planned))
     # a margin for a machine that is busier later on
@@ -365,13 +367,13 @@ def _validated_rows(ground: Ground) -> int:
     return min(len(ground.valid), ground.recipe.evaluate.rows or len(ground.valid))
 
 
-def _validation(trial: Job, ground: Ground, clock: Callable[[], float]) -> float:
+def _validation(trial: Job, ground: Ground, batches: float, clock: Callable[[], float]) -> float:
     """The seconds that one validation takes, by a part of it."""
     recipe, rows, wanted = ground.recipe, ground.valid, _validated_rows(ground)
     if not wanted:
         return 0.0
     tokens = int(rows.sizes.max(axis=1).mean()) if isinstance(rows, Pairs) and recipe.batch.tokens else 1
-    part = min(wanted, max(1, 4 * trial.micro // tokens))
+    part = min(wanted, max(1, int(batches * trial.micro) // tokens))
     # as the run will: the number of steps is not known yet, that of validations is, or they are few
     often = times(recipe.evaluate.every, 1_000_000) if isinstance(recipe.evaluate.every, float) else 10
     compiled = is_worth_compiling(trial, often * wanted)
