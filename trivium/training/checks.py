@@ -137,6 +137,8 @@ def _checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
 def _started(recipe: Recipe, parts: Sequence[type[Any]], say: Callable[[str], None]) -> Recipe:
     if not recipe.start:
         return recipe
+    if not (path := Path(recipe.start).absolute()).exists():
+        raise ConfigError(f"start: {path} does not exist; name a run, a checkpoint in it, a saved or a published model")
     from trivium.training import start  # not above: it opens models, and so needs torch
 
     return start.taken_over(recipe, parts=parts, say=say)
