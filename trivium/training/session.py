@@ -104,7 +104,7 @@ class Session:
         """Train to the end, or to an alarm, which is returned."""
         recipe, timeline, pending = self.recipe, job.timeline, Pending()
         yield from self._owed(job)
-        if self.trend.is_exhausted:
+        if self.trend.is_exhausted and not timeline.ends(job.step):
             yield Said(self.trend.stopped(job.step))
             return None
         self._extend(job)
@@ -138,7 +138,7 @@ class Session:
                 yield from self._save(job, now=saving or stopping > 0)
             if stopping:
                 raise Interrupted(self._stopped(job), 128 + stopping)
-            if self.trend.is_exhausted:
+            if self.trend.is_exhausted and not timeline.ends(step):
                 yield Said(self.trend.stopped(step))
                 return None
             self._extend(job)
