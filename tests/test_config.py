@@ -77,7 +77,7 @@ def test_all_problems_are_reported_at_once_with_the_nearest_name() -> None:
     found = problems({"raet": 1, "count": "x", "inner": {"dept": 1, "shape": "squar"}, "mode": "fats"})
     assert len(found) == 5
     assert "raet: is not a setting; did you mean rate?" in found
-    assert "inner.dept: is not a setting; did you mean depth?" in found
+    assert "inner.dept: is not a setting; did you mean inner.depth?" in found
     assert "inner.shape.kind: there is no kind 'squar'; did you mean square?" in found
     assert any(line.startswith("count: expects a whole number") for line in found)
     assert any(line.startswith("mode: 'fats' is not one of fast, slow; did you mean fast?") for line in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,14 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import trivium as tv
 from tests.generation import tiny
 from tests.oracle.copying import enliven
 from trivium.checkpoints import bundle, format
 from trivium.checkpoints.format import Stored, stored
-from trivium.errors import CheckpointError
+from trivium.config import dump
+from trivium.errors import CheckpointError, RequestError
 from trivium.fast.attention import FastAttention
 from trivium.fast.choose import for_inference
 from trivium.files import sha256
@@ -274,3 +276,59 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_clean_error(tmp_path: Path) -
     (tmp_path / "t.safetensors").write_bytes((tmp_path / "t.safetensors").read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"t\.safetensors became shorter"):
         entry.read()
+
+
+def sparse(path: Path, shapes: dict[str, list[int]], kind: str, size: int) -> None:
+    """A whole safetensors file of zeros that takes no room on the disk."""
+    table, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + size * math.prod(shape)
+        table[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(table).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def large_width(vocab: int) -> int:
+    """A width at which an embedding in bfloat16 has more bytes than this machine has memory and swap."""
+    rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    whole = sum(1024 * int(rows[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
+    return 64 * (1 + whole // (2 * 64 * vocab))
+
+
+def too_large(folder: Path, kind: str) -> None:
+    """A model of more bytes than this machine has memory, in one tensor or in many."""
+    vocab, layers, width = 8_000_000, 1, large_width(8_000_000)
+    if kind == "many tensors":
+        vocab, layers, width = 1024, 1 + width // 16, 1024  # 400 MB each
+    hidden = 64 * 1024 if kind == "many tensors" else 1024
+    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, num_attention_heads=8, tie_word_embeddings=True)
+    if kind == "own":
+        shape = Shape(layers, width, hidden, 8, 8, width // 8, vocab, 64, tie="all")
+        with torch.device("meta"):
+            own = Transformer(llama(shape))
+        bundle.save(folder, model().config, weights(model()), tiny.BYTES, {})
+        sparse(folder / "model.safetensors", {n: list(t.shape) for n, t in weights(own).items()}, "F32", 4)
+        card = json.loads((folder / "model.json").read_text())
+        (folder / "model.json").write_text(json.dumps(card | {"config": dump(own.config)}))
+        return
+    with torch.device("meta"):
+        names = {n: list(t.shape) for n, t in LlamaForCausalLM(config).state_dict().items() if n != "lm_head.weight"}
+    config.save_pretrained(folder)
+    sparse(folder / "model.safetensors", names, "BF16", 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fills no disk where files can have holes")
+@pytest.mark.parametrize("kind", ["many tensors", "one tensor", "own"])
+def test_a_model_larger_than_the_memory_is_not_called_damaged(kind: str, tmp_path: Path) -> None:
+    too_large(tmp_path / "large", kind)
+    with pytest.raises(RequestError, match=r"large needs (more than )?[\d.,]+ GB for its weights.*GB are free"):
+        tv.load(tmp_path / "large", device="cpu", say=lambda text: None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the size of the memory")
+def test_an_allocation_that_the_system_refuses_is_a_sentence() -> None:
+    with pytest.raises(RequestError, match=r"^gpt-mini needs more than [\d,.]+ GB for its weights on cpu, and"):
+        tv.build("gpt-mini", vocab=8_000_000, width=large_width(8_000_000), memory="try")

@@ -22,6 +22,7 @@ WITHOUT: dict[str, tuple[list[str], int]] = {
     "a model that cannot fit": (["train", "recipe.toml", "model=gpt3-175b"], 2),
     "a device that is not there": (["train", "recipe.toml", "device=tpu"], 2),
     "too many threads": (["train", "recipe.toml", "threads=1000000"], 2),
+    "a start that is not there": (["train", "recipe.toml", "start=nowhere"], 2),
     "text that is not there": (["train", "recipe.toml", "data.paths=none.txt"], 2),
 }
 

@@ -54,7 +54,13 @@ def refusal(family: str, *pairs: str) -> str:
         ("decoder", "eval.every=3", "evaluate.every"),
         ("decoder", "model.decoder.block.atention.heads=6", "model.decoder.block.attention.heads"),
         ("decoder", "model.decoder.block.ffn.hidden=6", "model.decoder.block.feedforward.hidden"),
-        ("decoder", "optim.raet=1", "rate"),
+        ("decoder", "optim.raet=1", "optim.rate"),
+        ("decoder", "data.path=x", "data.paths"),
+        ("decoder", "model.decoder.layer=2", "model.decoder.layers"),
+        ("decoder", "early_stopping=3", "evaluate.patience"),
+        ("decoder", "evaluate.early_stopping=3", "evaluate.patience"),
+        ("decoder", "gpu=1", "device"),
+        ("decoder", "use_cuda=true", "device"),
         ("decoder", "sed=1", "seed"),
         ("decoder", "model=gpt3", "gpt or gpt2"),
     ],
@@ -191,3 +197,8 @@ def test_lists_of_numbers_and_of_choices_are_typed_with_commas() -> None:
         load(Recipe, assignments(["data.columns=1,x"]))
     with pytest.raises(ConfigError, match="'csw' is not one of csv, tensorboard; did you mean csv"):
         load(Recipe, assignments(["track=csw"]))
+
+
+def test_python_names_the_full_key_too() -> None:
+    with pytest.raises(ConfigError, match=r"^data\.path: is not a setting; did you mean data\.paths\?$"):
+        Recipe(data={"path": "x"})  # type: ignore[arg-type]

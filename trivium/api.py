@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from trivium.models.presets import PRESETS
 from trivium.models.transformer import Lay, Transformer, weights
 from trivium.models.transformer import build as build_module
 from trivium.overview import show
-from trivium.planner.memory import model_memory, require_memory
+from trivium.planner.memory import enough_for, model_memory, require_memory
 from trivium.text.missing import MissingTokenizer
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import metrics
@@ -111,10 +111,11 @@ def build(
     model = settings.load(ModelConfig, layer, start=base) if layer else base
     model = model if model.vocab else replace(model, vocab=TOKENIZER.size)
     where = torch.device("meta") if isinstance(device, str) and device == "meta" else choose(device)
+    name = config if isinstance(config, str) else f"a model of {model.parameters():,} parameters"
     if memory == "check" and where.type != "meta":
-        name = config if isinstance(config, str) else f"a model of {model.parameters():,} parameters"
         require_memory(model_memory(model), str(where), name)
-    return build_module(model, seed=seed, device=where)
+    with enough_for(name, str(where)):
+        return build_module(model, seed=seed, device=where)
 
 
 def _require_known(memory: object) -> None:
@@ -153,38 +154,53 @@ def load(
         told(busy)
     lay = partial(for_inference, device=target)
 
+    def require(size: int) -> None:
+        if memory == "check":
+            require_memory(size, str(target), str(folder))
+
     def first(module: nn.Module) -> None:
         """Before a model is filled: its memory is not touched yet."""
-        if memory == "check":
-            require_memory(sum(tensor.nbytes for tensor in weights(module).values()), str(target), str(folder))
+        require(sum(tensor.nbytes for tensor in weights(module).values()))
         if not bits:  # what has levels is laid out when it has them
             lay(module)
 
-    if (run := records.run_of(folder)) is not None:
-        if average:
-            raise CheckpointError(f"{folder} is one checkpoint; name its run {run} to average the newest")
-        found = _from_checkpoint(run, folder, parts, first)
-    elif has_model(folder) and not average:
-        found = bundle.open_bundle(folder, parts=parts, lay=first, tick=tick)
-    elif is_run(folder):
-        found = _from_checkpoints(folder, average, parts, first, told)
-    elif average:
-        raise CheckpointError(f"{folder} is not a run: it has no checkpoints to average; load it without average")
-    elif folder.is_file() or (folder / "config.json").exists():
-        foreign = open_foreign(folder, say=told, tick=tick, lay=first)
-        missing = MissingTokenizer(foreign.module.config.vocab, folder)
-        found = bundle.Bundle(foreign.module, foreign.tokenizer or missing, foreign.notes)
-    elif (folder / MANIFEST).is_file() and (folder / bundle.WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} is a checkpoint without its run; name it where it was: RUN/checkpoints/step-N")
-    else:
-        raise CheckpointError(
-            f"{folder} holds neither a model nor a run; name a folder with model.json, config.toml or config.json"
-        )
-    module, tokenizer, notes = found
+    with enough_for(str(folder), str(target)):
+        module, tokenizer, notes = _opened(folder, average, parts, require, first, told, tick)
     if bits:
         quantize.quantize(module, bits, tick=tick)
         lay(module)
     return Model(module, tokenizer, notes)
+
+
+def _opened(
+    folder: Path,
+    average: int,
+    parts: Sequence[type[Any]],
+    require: Callable[[int], None],
+    lay: Lay,
+    say: Say,
+    tick: Tick,
+) -> bundle.Bundle:
+    """What lies at a path, whoever wrote it; `require` hears early how many bytes the weights of our own have."""
+    if (run := records.run_of(folder)) is not None:
+        if average:
+            raise CheckpointError(f"{folder} is one checkpoint; name its run {run} to average the newest")
+        return _from_checkpoint(run, folder, parts, lay)
+    if has_model(folder) and not average:
+        return bundle.open_bundle(folder, parts=parts, require=require, lay=lay, tick=tick)
+    if is_run(folder):
+        return _from_checkpoints(folder, average, parts, lay, say)
+    if average:
+        raise CheckpointError(f"{folder} is not a run: it has no checkpoints to average; load it without average")
+    if folder.is_file() or (folder / "config.json").exists():
+        foreign = open_foreign(folder, say=say, tick=tick, lay=lay)
+        missing = MissingTokenizer(foreign.module.config.vocab, folder)
+        return bundle.Bundle(foreign.module, foreign.tokenizer or missing, foreign.notes)
+    if (folder / MANIFEST).is_file() and (folder / bundle.WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} is a checkpoint without its run; name it where it was: RUN/checkpoints/step-N")
+    raise CheckpointError(
+        f"{folder} holds neither a model nor a run; name a folder with model.json, config.toml or config.json"
+    )
 
 
 def _from_checkpoints(folder: Path, average: int, parts: Sequence[type[Any]], lay: Lay, say: Say) -> bundle.Bundle:

@@ -33,9 +33,11 @@ def show(folder: str | Path, *, parts: Sequence[type[Any]] = ()) -> dict[str, An
     table = facts.get("config") or settings.read_of(path).get("model", {})
     config = _config(path, table, parts)
     tests = records.of_kind(rows, "test")
+    state = "running" if is_held(path) else "finished" if facts else "unfinished"
+    wrong = records.fault(path, finished=bool(facts)) if is_run(path) else ""
     return {
         "path": str(path),
-        "state": "running" if is_held(path) else "finished" if facts else "unfinished",
+        **({"state": "broken", "reason": wrong} if wrong else {"state": state}),
         "preset": records.words(records.about(path).get("preset")),
         "family": config.family,
         "parameters": config.parameters(),

@@ -7,6 +7,7 @@ a `Broken` that says in a few words which file is wrong and how.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -100,6 +101,39 @@ def about(run: Path) -> Row:
         return table(run / ABOUT)
     except Broken:
         return {}
+
+
+def require_about(run: Path) -> Row:
+    """The same, but what is there has to be readable."""
+    return table(run / ABOUT) if os.path.lexists(run / ABOUT) else {}
+
+
+def require_rows(run: Path, *, finished: bool) -> list[Row]:
+    """The metrics of a run, of which only a last line may be torn; one that is `finished` has some."""
+    there = finished or os.path.lexists(run / METRICS)
+    lines = _bytes(run / METRICS).split(b"\n") if there else []
+    found = list(_parsed(lines[:-1]))
+    if len(found) < len(lines) - 1 or any(_is_odd(row) for row in found):
+        raise Broken(f"{METRICS} is damaged")
+    found += _parsed(lines[-1:])
+    if finished and not found:
+        raise Broken(f"{METRICS} is empty")
+    return found
+
+
+def _is_odd(row: Row) -> bool:
+    return row.get("kind") in ("train", "valid", "test") and not is_count(row.get("step"))
+
+
+def fault(run: Path, *, finished: bool) -> str:
+    """What is wrong with the files of a run, in a few words; "" if nothing is."""
+    try:
+        total(settings(run))
+        require_about(run)
+        require_rows(run, finished=finished)
+    except Broken as error:
+        return str(error)
+    return ""
 
 
 def results(folder: Path) -> list[Row]:

@@ -50,8 +50,8 @@ def setting(unknown: Unknown, keys: Sequence[str]) -> str:
     if found := _synonyms(leaf, keys):
         return f"{said}{_ask(_inside(unknown.table, found))}"
     if close := _close(unknown.name, unknown.siblings):
-        at = ".".join(part for part in (unknown.table, unknown.name) if part)
-        return f"{at}: is not a setting{_ask(close)}"
+        at, *full = [".".join(part for part in (unknown.table, name) if part) for name in (unknown.name, *close)]
+        return f"{at}: is not a setting{_ask(full)}"
     if close := _close(leaf, sorted({_leaf(key) for key in keys})):
         return f"{said}{_ask(_inside(unknown.table, [key for key in keys if _leaf(key) in close]))}"
     if 0 < len(unknown.siblings) <= _FEW:
@@ -187,9 +187,11 @@ _WORDS: dict[tuple[str, ...], str] = {
     ("tokenizer.size",): "vocab_size n_vocab vocabulary vocabulary_size",
     ("tokenizer",): "tokeniser",
     ("precision",): "dtype fp16 bf16 amp mixed_precision torch_dtype",
+    ("device",): "gpu gpus cuda use_cuda no_cuda cpu use_cpu mps n_gpu n_gpus num_gpus accelerator",
     ("recompute",): "gradient_checkpointing activation_checkpointing checkpointing grad_checkpointing",
     ("evaluate",): "eval evaluation validation",
     ("evaluate.every",): "eval_interval eval_every eval_steps evaluation_steps val_check_interval valid_every",
+    ("evaluate.patience",): "early_stopping early_stop early_stopping_patience early_stopping_rounds",
     ("evaluate.rows",): "eval_iters eval_batches limit_val_batches",
     ("checkpoint.every",): "save_steps save_every save_interval checkpoint_interval checkpoint_every",
     ("checkpoint.keep",): "save_total_limit keep_checkpoints keep_last",

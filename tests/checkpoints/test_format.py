@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from trivium.checkpoints import format, manifest
@@ -300,3 +302,78 @@ def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
     itself = folder.stat().st_ino
     assert set(events[:3]) == inside
     assert events[3:] == [("sync", itself), ("name", itself), ("sync", tmp_path.stat().st_ino)]
+
+
+def headed(header: Any, size: int, extra: int = 0) -> bytes:
+    """A safetensors file with this header, made without a library, and so many bytes behind it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) + extra).to_bytes(8, "little") + text + bytes(size)
+
+
+PLACES = st.tuples(st.integers(-1, 12), st.integers(-1, 24)).map(list)
+SIZES = st.lists(st.integers(-1, 4) | st.sampled_from([True, 1.0, None, 2**64]), max_size=3)
+ENTRIES = st.fixed_dictionaries(
+    {"dtype": st.sampled_from(["F32", "BF16", "U8", "F4", "C64", "F12", 3]), "shape": SIZES, "data_offsets": PLACES}
+)
+SOUND = {
+    "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+    "a": {"dtype": "BF16", "shape": [2, 1], "data_offsets": [0, 4]},
+}
+
+
+@given(
+    change=st.none() | st.tuples(st.sampled_from(["a", "b", "c"]), JSON | ENTRIES),
+    field=st.none() | st.tuples(st.sampled_from(["dtype", "shape", "data_offsets"]), JSON | SIZES | PLACES),
+    size=st.sampled_from([12, 12, 12, 11, 13, 0]),
+    extra=st.sampled_from([0, 0, 0, 1, -1, 1000, 2**40]),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_header_is_read_where_the_library_reads_it_and_refused_where_it_refuses(
+    tmp_path_factory: pytest.TempPathFactory, change: Any, field: Any, size: int, extra: int
+) -> None:
+    table: dict[str, Any] = {name: dict(entry) for name, entry in SOUND.items()}
+    if field is not None:
+        table["a"][field[0]] = field[1]
+    if change is not None:
+        table[change[0]] = change[1]
+    path = tmp_path_factory.mktemp("headers") / "t.safetensors"
+    path.write_bytes(headed(table, size, extra))
+    try:
+        with safe_open(path, framework="np") as file:
+            wanted = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
+    except SafetensorError:
+        with pytest.raises(SafetensorError):
+            format.header(path)
+    else:
+        assert {name: entry.shape for name, entry in format.header(path).items()} == wanted
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"\xff{}", b"[" * 100_000, b'{"\\ud800": 3}', '{"a": 1}'.encode("utf-16")]
+)
+def test_a_header_that_is_no_table_is_refused(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(headed(text, 0))
+    with pytest.raises(SafetensorError, match=r"^the header is not a table of tensors$"):
+        format.header(path)
+
+
+def test_the_entries_of_a_header_lie_where_the_library_puts_them(tmp_path: Path) -> None:
+    tensors = {str(at): torch.arange(at + 2).to(kind) for at, kind in enumerate(DTYPES)}
+    save_file(tensors, tmp_path / "t.safetensors")
+    content = (tmp_path / "t.safetensors").read_bytes()
+    found = format.header(tmp_path / "t.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, entry in found.items():
+        assert content[entry.start : entry.start + entry.size] == bits(tensors[name])
+
+
+def test_a_file_that_cannot_be_mapped_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "t.safetensors")
+
+    def refuse(path: Path) -> dict[str, Tensor]:
+        raise RuntimeError(f"unable to mmap 88 bytes from file <{path}>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(format, "load_file", refuse)
+    with pytest.raises(CheckpointError, match=r"t\.safetensors is larger than the memory that is free"):
+        format.read_tensors(tmp_path / "t.safetensors")

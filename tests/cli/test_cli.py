@@ -55,7 +55,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_a_misspelt_key_is_refused(call: Call, recipe: Path) -> None:
-    refused(call("train", recipe, "optim.raet=1"), "optim.raet", "did you mean rate?")
+    refused(call("train", recipe, "optim.raet=1"), "optim.raet", "did you mean optim.rate?")
     assert not Path("runs").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ def call(invoke: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
     monkeypatch.chdir(tmp_path)
     Path("play.txt").write_text("To be, or not to be, that is the question.\n" * 60)
     Path("pairs.tsv").write_text("a dog\tein Hund\n" * 60)
+    Path("five.txt").write_text("To be")
     Path("tiny.toml").write_text(RECIPE)
     return invoke
 
@@ -48,6 +50,15 @@ CASES = {
     "a budget that is none": (["budget.steps=x"], ["budget.steps"]),
     "a tokenizer without a file": (["tokenizer=file"], ["tokenizer.path"]),
     "weights for other sources": (["data.weights=1,2"], ["data.weights"]),
+    "a text of five bytes": (["data.paths=five.txt", "model.context=64"], ["data.paths"]),
+    "a shape that a preset has a part in": (
+        ["model.width=7", "data.paths=no.txt", "name=a/b", "device=tpu"],
+        ["data.paths", "device", "model.decoder.block.attention.heads", "name"],
+    ),
+    "a shape and what it brings with it": (
+        ["model.width=7", "objective=masked", "seed=-1"],
+        ["model.decoder.block.attention.heads", "seed"],
+    ),
     "many": (
         ["budget.steps=0", "data.paths=a.txt", "device=tpu", "batch.tokens=9", "start=nowhere"],
         ["batch.tokens", "budget", "data.paths", "device", "start"],
@@ -107,3 +118,16 @@ def test_a_missing_tensorboard_is_refused_before_a_folder_is_made(call: Call, mo
     monkeypatch.setattr("trivium.training.track.find_spec", lambda name: None)
     refused(call("train", "tiny.toml", "track=tensorboard"), "track: tensorboard", "-m pip install tensorboard")
     assert not Path("runs").exists()
+
+
+def test_a_text_is_refused_by_its_size_only_where_that_is_certain(call: Call) -> None:
+    Path("short.txt").write_text("a" * 12)
+    assert "the training text has 11 tokens" in call("train", "tiny.toml", "data.paths=short.txt").err
+    assert call("config", "tiny.toml", "data.paths=short.txt").code == 0  # the tokenizer decides
+    Path("ligature.txt").write_text("\ufdfa" * 2)  # 36 letters
+    assert call("config", "tiny.toml", "data.paths=ligature.txt", "tokenizer=unigram").code == 0
+    Path("packed.txt.gz").write_bytes(gzip.compress(b"a" * 1000)[:30])
+    found = call("config", "tiny.toml", "data.paths=packed.txt.gz", "model.context=512")
+    assert found.code == 0, found.err
+    refused(call("config", "tiny.toml", "data.paths=short.txt", "data.length=60", "model.context=60"), "12 bytes")
+    assert call("config", "tiny.toml", "data.paths=short.txt", "data.length=4").code == 0

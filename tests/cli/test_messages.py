@@ -24,6 +24,7 @@ from trivium.cli.printing import quoted, standard_input
 from trivium.cli.render import LiveWatcher, PlainWatcher
 from trivium.errors import LONGEST, RequestError, file_error, final_name
 from trivium.planner import memory
+from trivium.training import calibrate
 
 LONG = "x\x1b\n" * 30_000
 
@@ -226,3 +227,18 @@ def test_a_terminal_shows_the_bar_of_a_stage_until_its_line_is_told() -> None:
     file.truncate()
     watching.console.print(watching.draw())
     assert file.getvalue().strip() == "starting"
+
+
+def test_an_interruption_before_the_run_has_a_folder_says_that_nothing_was_kept(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While some steps are timed, as the second thing after the text was read."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "updates", interrupted)
+    outcome = call("train", "tiny.toml", "budget.minutes=1")
+    assert outcome.code == 130
+    assert clean(outcome).endswith("\nstopped before runs/tiny was made; nothing was kept\n")
+    assert not Path("runs").exists()

@@ -124,9 +124,36 @@ def test_one_broken_run_does_not_break_the_table(call: Call, name: str, damage: 
     assert found["a-whole-one"][0] == "finished"
     state = found["broken"][0]
     assert state.split(":")[0] in ("broken", "finished", "unfinished")
-    if name in ("config.toml", "model.json") and damage in ("random bytes", "nothing", "a list", "a folder"):
+    if name != ".lock" and damage in ("random bytes", "nothing", "a list", "a folder", "deep tables", "a pipe"):
         assert state.startswith(f"broken: {name} ")
     assert call("runs", "--json").code == 0
+
+
+def test_damaged_metrics_are_told_from_a_torn_last_line(call: Call) -> None:
+    good = "".join(json.dumps(row) + "\n" for row in METRICS)
+    make(Path("runs/torn"), metrics=good + '{"kind": "tra')
+    make(Path("runs/new"), metrics="", card=None)
+    make(Path("runs/between"), metrics=good + "\0\0\0\n" + good)
+    make(Path("runs/steps"), metrics=good.replace('"step": 1,', '"step": "x",'))
+    make(Path("runs/gone"), metrics=None)
+    found = lines(call)
+    assert [found[name][0] for name in ("torn", "new")] == ["finished", "unfinished"]
+    assert [found[name][0] for name in ("between", "steps")] == ["broken: metrics.jsonl is damaged"] * 2
+    assert found["gone"] == ["broken: metrics.jsonl is missing"]
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "about.json"])
+def test_show_calls_a_run_broken_where_the_table_does(call: Call, name: str) -> None:
+    Path("play.txt").write_text("To be, or not to be, that is the question.\n" * 60)
+    Path("tiny.toml").write_text(RECIPE)
+    assert call("train", "tiny.toml").code == 0
+    (Path("runs/tiny") / name).write_text("\x01\n[")
+    [reason] = lines(call)["tiny"]
+    assert reason.startswith(f"broken: {name} ")
+    outcome = call("show", "runs/tiny")
+    assert outcome.code == 0, outcome.err
+    assert f"state            {reason}\n" in outcome.out
+    assert json.loads(call("show", "runs/tiny", "--json").out)["reason"] == reason.removeprefix("broken: ")
 
 
 def test_a_run_without_its_configuration_is_broken(call: Call) -> None:

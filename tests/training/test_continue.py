@@ -240,7 +240,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(first: Path, other
     refused(bare(first, other, tokenizer="chars"), runs, ConfigError, "tokenizer: it is not that of")
     muon = bare(first, other, optim="muon", start_optimizer="keep")
     refused(muon, runs, ConfigError, "start_optimizer: .* was trained with optim=adamw, not muon")
-    refused(bare(first, other, start=str(tmp_path / "none")), runs, ConfigError, "start: name a run, a checkpoint")
+    refused(
+        bare(first, other, start=str(tmp_path / "none")),
+        runs,
+        ConfigError,
+        "start: .*none does not exist; name a run, a",
+    )
     grown = bare(first, other, objective="denoise", start_optimizer="keep")
     refused(grown, runs, ConfigError, "start_optimizer: the objective needs special tokens .*set start_optimizer=fresh")
     model = settings.flat(settings.read(first / "config.toml")["model"])

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.training.conftest import finish, resume, silent, start
+from tests.training.conftest import create, finish, resume, silent, start
 from trivium.checkpoints import format
 from trivium.config import load, overrides
 from trivium.errors import CheckpointError, Interrupted
 from trivium.training import calibrate, session
+from trivium.training.build_job import build_job
 from trivium.training.calibrate import plan_budget
 from trivium.training.context import RunContext, open_context
 from trivium.training.events import Progress, Said, Validated
@@ -344,3 +345,47 @@ def test_another_budget_begins_without_what_was_decided() -> None:
     recipe = Recipe(budget=knots)
     assert laid_over(recipe, overrides({"budget.minutes": 5})).budget == Budget(minutes=5)
     assert laid_over(recipe, overrides({"optim.rate": 0.5})).budget == knots
+
+
+def test_timing_a_long_step_takes_one_of_them_and_says_what_to_lower(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 40 s in 18 s: one is timed and one is made, where three were timed."""
+    clock, said = Clock(monkeypatch, step=40.0), list[str]()
+    run = begin(small(**MINUTES | {"budget.minutes": 0.3}), tmp_path, clock, said)
+    assert clock.now == 40
+    assert run.recipe.budget.planned == 1
+    rows = run.recipe.batch.rows
+    line = f"a step takes 40 s, 222% of budget.minutes=0.3: lower batch.rows (now {rows}) for more steps"
+    assert line in said
+    finish(run)
+    assert clock.now == 80
+
+
+@pytest.mark.parametrize(("step", "timed"), [(0.5, 1), (0.25, 2), (0.2, 3), (0.02, 8)])
+def test_timing_leaves_nine_tenths_of_the_budget(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float, timed: int
+) -> None:
+    """Of 6 s."""
+    clock, said = Clock(monkeypatch, step=step), list[str]()
+    begin(small(**MINUTES), tmp_path, clock, said)
+    assert clock.now == pytest.approx(timed * step)
+    assert not any("lower batch.rows" in line for line in said)
+
+
+def test_a_step_that_compiles_is_not_taken_for_the_length_of_a_step(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter([3.0, 0.05, 0.05])
+    clock = Clock(monkeypatch, step=0.0)
+    job = build_job(create(small(), tmp_path), 100)
+    job.recipe = replace(job.recipe, compile="on")
+
+    def timed(job: Job, ahead: int | None = None) -> Iterator[Update]:
+        for update in updates(job, ahead):
+            clock.now += next(lengths)
+            yield update
+
+    monkeypatch.setattr(calibrate, "updates", timed)
+    timing = calibrate.measure(6.0, lambda: job, lambda made, batches: 0.0, clock)
+    assert timing.step == pytest.approx(0.05)

@@ -335,7 +335,7 @@ def test_compiling_the_validation_is_not_taken_for_its_time(
     monkeypatch.setattr("trivium.training.calibrate.validate", validate)
     trial = build_job(context, 10)
     context = replace(context, recipe=replace(context.recipe, compile="on", evaluate=Evaluate(rows=4)))
-    assert time_validation(trial, context, lambda: now) == 2.0
+    assert time_validation(trial, context, 4, lambda: now) == 2.0
 
 
 def test_a_torn_last_line_of_a_journal_is_left_out(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def test_a_run_accounts_for_the_time_before_its_first_step(small: Make, tmp_path
     context = create_run(recipe, tmp_path, say=said.append, tick=silent, clock=clock)
     stages = [line.split(":")[0] for line in said if line.endswith(" s")]
     assert stages == ["tokenizer", "data", "timing"]
+    train, valid = (len(stream) - 1 for stream in (context.shards.train, context.shards.valid))  # all are predicted
+    assert f"data: {train:,} tokens for training, {valid:,} for validation, 2.0 s" in said
     told = []
     for event in Session(context, clock).events():
         if not isinstance(event, Said):

@@ -132,6 +132,7 @@ def test_a_recipe_without_an_output_is_refused_too() -> None:
 def test_what_is_no_start_is_one_sentence(published: dict[str, Path], text: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keeps no optimizer; set start_optimizer=fresh"):
         start(recipe(published["gguf"], text, start_optimizer="keep"), tmp_path / "runs")
+    (tmp_path / "nothing").mkdir()
     with pytest.raises(ConfigError, match="start: name a run, a checkpoint in it, a saved or a published model"):
         start(recipe(tmp_path / "nothing", text), tmp_path / "runs")
     without = shutil.copytree(published["hf"], tmp_path / "without")

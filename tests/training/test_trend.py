@@ -48,6 +48,18 @@ def test_patience_counts_validations_since_the_best() -> None:
         assert trend.is_exhausted
 
 
+def test_a_run_that_loses_patience_at_its_last_step_has_not_stopped_early(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([2.0, 2.5, 2.6, 2.7])
+    monkeypatch.setattr(session, "validate", lambda *_, **__: Result(next(losses), None))
+    recipe = small(**{"budget.steps": 8, "evaluate.every": 2, "evaluate.patience": 3, "checkpoint.every": 1.0})
+    run = start(recipe, tmp_path)
+    for events in (finish(run), finish(resume(run.folder))):
+        assert not [event for event in events if isinstance(event, Said) and "stopped early" in event.text]
+    assert (run.folder / "model.json").is_file()
+
+
 def test_a_run_stops_early_and_its_model_is_the_best(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,17 +81,19 @@ def open_bundle(
     folder: Path,
     *,
     parts: Sequence[type[Any]] = (),
+    require: Callable[[int], None] = lambda size: None,
     lay: Lay = lambda module: None,
     tick: Tick = lambda what, done, of: None,
 ) -> Bundle:
     """The model in a folder, every byte checked before a tensor is used; `lay` sees it before it is filled.
 
-    If a save replaces it in the meantime it is read again.
+    `require` hears the bytes of its weights before they are hashed. If a save replaces it in the meantime it is read
+    again.
     """
     for _ in range(_TRIES):
         before = identity(folder)
         try:
-            found = _open(folder, parts, lay, tick)
+            found = _open(folder, parts, require, lay, tick)
         except (CheckpointError, DataError):
             if identity(folder) == before:
                 raise
@@ -101,13 +103,15 @@ def open_bundle(
     raise CheckpointError(f"{folder} was saved again {_TRIES} times while it was read; load it when that is over")
 
 
-def _open(folder: Path, parts: Sequence[type[Any]], lay: Lay, tick: Tick) -> Bundle:
+def _open(folder: Path, parts: Sequence[type[Any]], require: Callable[[int], None], lay: Lay, tick: Tick) -> Bundle:
     facts = card(folder)
     try:
         config = settings.load(ModelConfig, facts["config"], parts=parts)
         with contextlib.suppress(OSError):  # what is missing is named below
-            # the name and the place of a tensor alone take more than 50 bytes
-            _check_layers(config, (home_of(folder, WEIGHTS) / WEIGHTS).stat().st_size // 50)
+            size = (home_of(folder, WEIGHTS) / WEIGHTS).stat().st_size
+            _check_layers(config, size // 50)  # the name and the place of a tensor alone take more than 50 bytes
+            if size <= _most_bytes(config):
+                require(size)
         file = checked_weights(folder, facts, most=_most_bytes(config))
     except ConfigError as error:
         raise CheckpointError(f"{folder} cannot be opened: {error.sentence}") from None

@@ -6,7 +6,9 @@ so a changed byte is found anywhere, in the manifest too. Every later format kee
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import mmap
 import os
 import re
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,9 +40,15 @@ from trivium.files import regular_inside, sha256, sync_file, sync_folder, tempor
 
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 _CHUNK = 1 << 20  # bytes of a tensor that are read at a time
+_LONGEST = 100_000_000  # bytes of a header: the limit of the safetensors library
 _KINDS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 
 
@@ -142,6 +150,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise unreadable(path, error) from None
     except (SafetensorError, RuntimeError) as error:
+        if os.strerror(errno.ENOMEM) in str(error):  # the library maps the whole file
+            raise CheckpointError(f"{path} is larger than the memory that is free; choose a smaller model") from None
         raise CheckpointError(damaged(path, printable(str(error), 200))) from None
 
 
@@ -196,28 +206,42 @@ class Stored(NamedTuple):
 
 
 def header(path: Path) -> dict[str, Stored]:
-    """What a safetensors file holds, once the library has checked that offsets, shapes and the file's size agree.
+    """What a safetensors file holds, once offsets, shapes and the file's size agree; a SafetensorError if they do not.
 
-    A SafetensorError if they do not.
+    The file is read and not mapped, as the library does: one that is larger than the memory is not damaged.
     """
+    with path.open("rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(_LONGEST, size - 8):
+            raise SafetensorError("the header is longer than the file")
+        text = file.read(length)
     try:
-        with safe_open(path, framework="pt"):
-            pass
-    except RuntimeError as error:  # torch opens it a second time, when it may have been replaced
-        raise SafetensorError(str(error)) from None
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            table = json.loads(file.read(length))
-        result = {}
-        for name, entry in table.items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                shape = tuple(int(size) for size in entry["shape"])
-                result[name] = Stored(path, str(entry["dtype"]), shape, 8 + length + first, last - first)
-        return result
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SafetensorError(str(error)) from None
+        return _entries(path, json.loads(text.decode()), 8 + length, size)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise SafetensorError("the header is not a table of tensors") from None
+
+
+def _entries(path: Path, table: dict[str, Any], start: int, size: int) -> dict[str, Stored]:
+    """The tensors of a header, which fill the file from `start` to `size` without a gap and without an overlap."""
+    result = {name: _entry(path, entry, start) for name, entry in table.items() if name != "__metadata__"}
+    for name in result:
+        name.encode()  # half of a surrogate pair is no text
+    at = start
+    for name, entry in sorted(result.items(), key=lambda item: (item[1].start, item[1].size)):
+        bits = _BITS[entry.kind] * math.prod(entry.shape)
+        if entry.start != at or bits != 8 * entry.size:
+            raise SafetensorError(f"the place of {printable(name, 100)} does not fit its shape or the tensor before it")
+        at += entry.size
+    if at != size:
+        raise SafetensorError(f"it has {size:,} bytes instead of the {at:,} of its header")
+    return result
+
+
+def _entry(path: Path, entry: dict[str, Any], start: int) -> Stored:
+    (first, last), shape = entry["data_offsets"], tuple(entry["shape"])
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in (first, last, *shape)):
+        raise ValueError
+    return Stored(path, entry["dtype"], shape, start + first, last - first)
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -156,7 +156,8 @@ def show(model: use.ModelPath, as_json: Json = False) -> None:
     if as_json:
         print_json(facts)
         return
-    lines = {"run": facts["path"], "state": facts["state"]} if trained else {"model": facts["path"]}
+    state = ": ".join([facts["state"], *([facts["reason"]] if "reason" in facts else [])])
+    lines = {"run": facts["path"], "state": state} if trained else {"model": facts["path"]}
     lines |= {
         "preset": facts.get("preset", ""),
         "family": facts["family"],

@@ -62,10 +62,10 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    settings, about = records.settings(path), records.about(path)
-    metrics = records.rows(path / records.METRICS) if (path / records.METRICS).exists() else []
+    settings, about = records.settings(path), records.require_about(path)
     card = home_of(path, records.CARD) / records.CARD
     told = records.table(card) if card.exists() else {}
+    metrics = records.require_rows(path, finished=bool(told))
     steps = records.of_kind(metrics, "train")
     tests = records.of_kind(metrics, "test")
     best = records.best(metrics)

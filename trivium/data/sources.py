@@ -26,7 +26,7 @@ _CHUNK = 1 << 20
 _LINE = 1 << 28  # a JSON line has to be held whole, so a file that is one endless line is refused
 _HASHED = 4096  # characters of a document that decide its split
 _TEXT = (".txt", ".text", ".md", ".jsonl")
-_COMPRESSED = (".gz", ".xz")
+COMPRESSED = (".gz", ".xz")
 
 Cut = Literal["anywhere", "white", "space"]
 _BORDERS: dict[Cut, re.Pattern[str]] = {
@@ -89,7 +89,7 @@ def total_bytes(paths: Iterable[str | Path]) -> int:
 
 def text_bytes(found: Iterable[Path]) -> int:
     """About how many bytes of text some files hold: a compressed one three times its own."""
-    return sum(path.stat().st_size * (3 if path.suffix in (".gz", ".xz") else 1) for path in found)
+    return sum(path.stat().st_size * (3 if path.suffix in COMPRESSED else 1) for path in found)
 
 
 def pieces(
@@ -184,7 +184,7 @@ def _below(folder: Path) -> list[Path]:
 
 def _is_text(name: str) -> bool:
     stem, suffix = os.path.splitext(name.lower())
-    if suffix not in _COMPRESSED:
+    if suffix not in COMPRESSED:
         return suffix in _TEXT
     inner = os.path.splitext(stem)[1]
     return not inner or inner in _TEXT  # news.gz is text, news.tar.gz is not
@@ -192,7 +192,7 @@ def _is_text(name: str) -> bool:
 
 def _is_lines(path: Path) -> bool:
     name = path.name.lower()
-    return (name[:-3] if name.endswith(_COMPRESSED) else name).endswith(".jsonl")
+    return (name[:-3] if name.endswith(COMPRESSED) else name).endswith(".jsonl")
 
 
 class _Counted(io.RawIOBase):

@@ -5,7 +5,10 @@ The sums are lower bounds: temporaries, the allocator's holes and the libraries'
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +17,7 @@ from trivium.errors import RequestError
 from trivium.models.config import ModelConfig
 
 FLOAT = 4  # bytes of a float32 number
+_REFUSED = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")  # torch's allocator of the host
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = (  # of a container, in the second and the first version of control groups: folder, limit, use, cache in it
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
@@ -111,6 +115,21 @@ def require_memory(needed: int, device: str, what: str) -> None:
             f"{what} needs {gigabytes(needed)} for its weights, and {gigabytes(free)} are free on {device}; "
             'choose a smaller one, or let it try (memory="try", --memory try)'
         )
+
+
+@contextlib.contextmanager
+def enough_for(what: str, device: str) -> Iterator[None]:
+    """Turn a single tensor that is larger than the memory of the host into a sentence: torch refuses it at once."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = _REFUSED.search(str(error))
+        if found is None:
+            raise
+        size, free = gigabytes(int(found[1])), gigabytes(free_host_memory())
+        raise RequestError(
+            f"{what} needs more than {size} for its weights on {device}, and {free} are free; choose a smaller one"
+        ) from None
 
 
 def gigabytes(size: float) -> str:

@@ -18,13 +18,15 @@ from trivium.training.deadline import VALIDATION
 from trivium.training.fit import surely_fits
 from trivium.training.job import Job
 from trivium.training.loop import updates
-from trivium.training.recipe import Budget
+from trivium.training.recipe import Budget, Recipe
 from trivium.training.stages import Say, stage
 from trivium.training.timeline import times
 from trivium.training.validate import is_worth_compiling, validate
 
 _SHARE = 0.03  # of a budget may go into measuring, once there are enough steps
+_LARGE = 0.1  # of a budget, which neither the first few steps nor a validation may go beyond
 _FEWEST, _MOST = 3, 8  # steps that are measured, the first among them, which compiles
+_BATCHES = 4  # of a validation that is measured
 
 
 class Timing(NamedTuple):
@@ -68,8 +70,10 @@ def plan_budget(context: RunContext, say: Say, clock: Callable[[], float]) -> Ru
     say("timing some steps, to plan the minutes by")
     with stage("timing", say, clock) as current:
         trial = partial(build_job, context, 1_000_000)
-        timing = measure(seconds, trial, lambda made: time_validation(made, context, clock), clock)
+        timing = measure(seconds, trial, lambda made, batches: time_validation(made, context, batches, clock), clock)
         current.detail = f"{timing.step:.3g} s a step"
+    if slow := warn_of_long_steps(timing, recipe):
+        say(slow)
     planned = max(1, int((seconds - timing.measuring) * (1 - VALIDATION) / max(timing.step, 1e-9)))
     recipe = replace(recipe, budget=replace(recipe.budget, planned=planned))
     # a margin for a machine that is busier later on
@@ -85,13 +89,13 @@ def plan_budget(context: RunContext, say: Say, clock: Callable[[], float]) -> Ru
     return replace(context, recipe=recipe, spent=timing.measuring, validation=each)
 
 
-def time_validation(trial: Job, context: RunContext, clock: Callable[[], float]) -> float:
+def time_validation(trial: Job, context: RunContext, batches: float, clock: Callable[[], float]) -> float:
     """The seconds that one validation takes, by a part of it."""
     recipe, rows, wanted = context.recipe, context.valid, _validated_rows(context)
     if not wanted:
         return 0.0
     tokens = int(rows.sizes.max(axis=1).mean()) if isinstance(rows, Pairs) and recipe.batch.tokens else 1
-    part = min(wanted, max(1, 4 * trial.micro // tokens))
+    part = min(wanted, max(1, int(batches * trial.micro) // tokens))
     # as the run will: the number of steps is not known yet, that of validations is, or they are few
     often = times(recipe.evaluate.every, 1_000_000) if isinstance(recipe.evaluate.every, float) else 10
     compiled = is_worth_compiling(trial, often * wanted)
@@ -108,11 +112,16 @@ def _validated_rows(context: RunContext) -> int:
 
 
 def measure(
-    seconds: float, make: Callable[[], Job], validation: Callable[[Job], float], clock: Callable[[], float]
+    seconds: float, make: Callable[[], Job], validation: Callable[[Job, float], float], clock: Callable[[], float]
 ) -> Timing:
-    """Time some steps of a job like the real one, for a run of `seconds`; `validation` times a validation of it."""
+    """Time some steps of a job like the real one, for a run of `seconds`.
+
+    One step is always made, and two where the first compiles: more only if they leave nine tenths of the budget.
+    `validation` times a validation by so many batches of it, or a part of one.
+    """
     start = clock()
     job = make()
+    least = 1 if job.recipe.compile == "off" else 2
     lengths: list[float] = []
     before = clock()
     for update in updates(job):
@@ -120,12 +129,27 @@ def measure(
         now = clock()
         lengths.append(now - before)
         before = now
-        if len(lengths) >= _MOST or (len(lengths) >= _FEWEST and now - start > _SHARE * seconds):
+        spent = now - start
+        if len(lengths) >= _MOST or (len(lengths) >= _FEWEST and spent > _SHARE * seconds):
             break
-    once = validation(job)
+        if len(lengths) >= least and spent + lengths[-1] > _LARGE * seconds:
+            break
+    step = statistics.median(lengths[1:] or lengths)
+    once = validation(job, min(_BATCHES, _LARGE * seconds / max(step, 1e-9)))
     del job
     _release()
-    return Timing(statistics.median(lengths[1:] or lengths), once, clock() - start)
+    return Timing(step, once, clock() - start)
+
+
+def warn_of_long_steps(timing: Timing, recipe: Recipe) -> str:
+    """The sentence about a budget in minutes that a few steps use up; "" if there is nothing to say."""
+    seconds, batch = 60 * recipe.budget.minutes, recipe.batch
+    if timing.step <= _LARGE * seconds:
+        return ""
+    return (
+        f"a step takes {timing.step:.3g} s, {timing.step / seconds:.0%} of budget.minutes={recipe.budget.minutes:g}: "
+        f"lower batch.{batch.unit} (now {batch.size:,}) for more steps"
+    )
 
 
 def rows_that_fit(make: Callable[[], Job]) -> int:

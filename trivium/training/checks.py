@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from trivium.data import shards as data
 from trivium.data.config import DataConfig
 from trivium.data.pairs import pair_files
-from trivium.data.sources import files
-from trivium.errors import ConfigError, UserError
+from trivium.data.sources import COMPRESSED, files, total_bytes
+from trivium.errors import ConfigError, DataError, UserError
 from trivium.objectives.options import Masked, Seq2Seq
-from trivium.text.kinds import File
+from trivium.text.kinds import Bpe, Bytes, Chars, File, Words
 from trivium.text.tokenizer import open_tokenizer
 from trivium.training import track
 from trivium.training.fit import fitted
@@ -24,6 +24,10 @@ from trivium.training.recipe import Recipe
 from trivium.training.recipes import is_about, read_recipe, repaired_recipe, resumed_recipe, with_data_below
 
 T = TypeVar("T")
+
+# The most that a tokenizer makes of a byte: one for it and one for the end of a document. One that normalises may write
+# the 18 letters of a ligature (U+FDFA) for three bytes, and a space in front.
+_TOKENS_PER_BYTE = 8
 
 
 def check_source(source: Path, layer: Mapping[str, Any], *, runs: Path, data_dir: Path | None) -> None:
@@ -122,6 +126,7 @@ def _checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
     elif data.built_shards(config) is None:
         yield partial(check_form, recipe, pairs=config.paired)
         yield from _files(config)
+        yield partial(_size, recipe)
         yield partial(_weights, config)
         if not recipe.start or recipe.tokenizer != File(path=recipe.start):  # a published start brings its own
             yield partial(_tokenizer, recipe.tokenizer)
@@ -132,6 +137,8 @@ def _checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
 def _started(recipe: Recipe, parts: Sequence[type[Any]], say: Callable[[str], None]) -> Recipe:
     if not recipe.start:
         return recipe
+    if not (path := Path(recipe.start).absolute()).exists():
+        raise ConfigError(f"start: {path} does not exist; name a run, a checkpoint in it, a saved or a published model")
     from trivium.training import start  # not above: it opens models, and so needs torch
 
     return start.taken_over(recipe, parts=parts, say=say)
@@ -156,6 +163,24 @@ def _files(config: DataConfig) -> Iterator[Callable[[], object]]:
         yield partial(files, [path])
     if config.valid_path:
         yield partial(files, [config.valid_path], key="data.valid")
+
+
+def _size(recipe: Recipe) -> None:
+    """Refuse a text that fills no row, however it is encoded; what only its tokens show is refused when it is read."""
+    config, row = recipe.data, recipe.data.length or (0 if recipe.start else recipe.model.context)
+    try:
+        found = [] if config.paired else files(config.paths)
+    except DataError:
+        return  # said for each of the files
+    if not found or any(path.suffix.lower() in COMPRESSED for path in found):
+        return
+    size = total_bytes(found)
+    most = size * (2 if isinstance(recipe.tokenizer, Bytes | Bpe | Chars | Words) else _TOKENS_PER_BYTE)
+    if most < row // 2:  # an objective may cut rows that are shorter than the context, but not by half
+        raise ConfigError(
+            f"data.paths: the training text has {size:,} bytes, less than one row of {row:,} tokens; name more text, "
+            "or set a smaller data.length"
+        )
 
 
 def _weights(config: DataConfig) -> None:

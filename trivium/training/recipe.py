@@ -113,7 +113,7 @@ class Checkpoints:
     """When to save (as `evaluate.every`), how many of the newest to keep, and which one becomes the model."""
 
     every: int | float = 0.1
-    keep: int = 2
+    keep: int = 2  # beside the best one, and up to two to go back to from a spike
     use: Literal["best", "last"] = "best"  # by validation loss
 
     def __post_init__(self) -> None:

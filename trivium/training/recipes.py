@@ -41,6 +41,9 @@ def repaired_recipe(
     while True:
         keys = {problem.split(":")[0] for problem in error.problems}
         left = [settings.without(table, keys) for table in tables]
+        while left == tables and any("." in key for key in keys):  # it may be a preset's: then the table around it
+            keys = {key.rpartition(".")[0] or key for key in keys}
+            left = [settings.without(table, keys) for table in tables]
         if left == tables:
             return None, further
         tables, gone = left, gone | keys

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from trivium.errors import BusyError, DataError
+from trivium.errors import BusyError, DataError, Interrupted
 from trivium.files import (
     LOCK,
     Lock,
@@ -29,7 +29,10 @@ _REPLACED = ".replaced"
 
 @contextlib.contextmanager
 def prepared(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder` to prepare it in; removed unless it was renamed into place."""
+    """A hidden folder beside `folder` to prepare it in; removed unless it was renamed into place.
+
+    Ctrl-C before that is an Interrupted.
+    """
     made = [parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -41,6 +44,10 @@ def prepared(folder: Path) -> Iterator[Path]:
     try:
         with naming(folder), Lock(scratch):
             yield scratch
+    except KeyboardInterrupt:
+        if not scratch.exists():  # it has its place already
+            raise
+        raise Interrupted(f"stopped before {folder} was made; nothing was kept", 130) from None
     finally:
         if scratch.exists():
             remove(scratch)

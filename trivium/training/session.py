@@ -94,7 +94,7 @@ class Session:
         """Train to the end, or to an alarm, which is returned."""
         recipe, timeline, pending = self.recipe, job.timeline, ReadOut()
         yield from self._owed(job)
-        if self.trend.is_exhausted:
+        if self.trend.is_exhausted and not timeline.ends(job.step):
             yield Said(self.trend.stopped(job.step))
             return None
         self._extend(job)
@@ -128,7 +128,7 @@ class Session:
                 yield from self._save(job, now=saving or stopping > 0)
             if stopping:
                 raise Interrupted(self._stopped(job), 128 + stopping)
-            if self.trend.is_exhausted:
+            if self.trend.is_exhausted and not timeline.ends(step):
                 yield Said(self.trend.stopped(step))
                 return None
             self._extend(job)

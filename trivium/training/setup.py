@@ -120,7 +120,9 @@ def _read_text(
         shards = build_shards(
             recipe.data, tokenizer, scratch / "data", progress=lambda at, of: tick("data", at, of), say=say
         )
-        current.detail = f"{len(shards.train) + len(shards.valid):,} tokens"
+        # of each stream but the END that it begins with: a model predicts all the others
+        learned, held = (max(0, len(stream) - 1) for stream in (shards.train, shards.valid))
+        current.detail = f"{learned:,} tokens for training, {held:,} for validation"
     return tokenizer, shards
 
 
