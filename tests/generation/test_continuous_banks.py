@@ -23,12 +23,12 @@ from tests.generation.test_continuous import (
     drained,
     small,
 )
+from trivium.fast.cache import KernelCache
+from trivium.fast.choose import fast
 from trivium.generation import engine as decoding
 from trivium.generation import text as texts
 from trivium.generation.banks import banks_of
 from trivium.generation.choosing import Kind
-from trivium.fast.cache import KernelCache
-from trivium.fast.choose import fast
 from trivium.generation.continuous import Engine, slotted
 from trivium.generation.engine import Request, Token, stream
 from trivium.generation.graphs import current, differ, own_scratch
