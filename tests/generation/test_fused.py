@@ -19,6 +19,7 @@ from torch import Tensor
 
 import trivium
 from tests.generation import tiny
+from tests.kernels.launch import DEVICE, GPU, needs_gpu, needs_triton
 from trivium.fast.choose import fast, for_inference
 from trivium.generation.choosing import Kind
 from trivium.generation.engine import Request, Token, stream
@@ -27,7 +28,6 @@ from trivium.generation.sampling import Sampling
 from trivium.generation.slots import Bank
 from trivium.generation.speculative import Speculate, speculative
 from trivium.interop.quantize import quantize
-from trivium.kernels.hardware import can_launch
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block, Parallel
 from trivium.models.transformer import Transformer, build
@@ -41,12 +41,6 @@ from trivium.parts.options.norms import LayerNorm, RMSNorm
 from trivium.parts.options.positions import Alibi, Buckets, Learned, NoPositions, Rotary, Sinusoidal
 from trivium.parts.site import Site
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-kernels = pytest.mark.skipif(
-    not can_launch(torch.zeros(1, device=DEVICE)), reason="kernels need a CUDA GPU, or Triton's interpreter"
-)
-graphs = pytest.mark.skipif(not GPU, reason="graphs need a CUDA GPU")
 HOPPER = GPU and torch.cuda.get_device_capability() >= (9, 0)
 
 VOCAB, CONTEXT = 300, 200
@@ -118,7 +112,7 @@ def others(found: list[list[int]], expected: list[list[int]]) -> int:
     return sum(one != other for one, other in zip(found, expected, strict=True))
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize("bold", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 16, 80])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
@@ -138,7 +132,7 @@ def test_the_fused_step_has_the_scores_of_the_plain_one(
     steps_agree(made, rows, close, bold=bold)
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize("bold", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("bits", [8, 4])
@@ -157,7 +151,7 @@ def test_a_fused_step_reads_weights_of_few_bits(name: str, bits: int, rows: int,
     steps_agree(made, rows, 2e-5, bold=bold)
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @torch.no_grad()
 def test_weights_that_lie_side_by_side_are_not_copied(name: str) -> None:
@@ -198,7 +192,7 @@ def steps_agree(made: Transformer, rows: int, close: float, *, bold: bool) -> No
         bank.finish(expected, Kind(False, False, False))
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize("part", [2048, 130])  # tokens that are read together
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
@@ -226,7 +220,7 @@ def test_prompts_are_read_into_slots_as_into_a_cache(name: str, part: int, monke
                 torch.testing.assert_close(one.values[slot, :, held], other.values[slot, :, held], rtol=1e-4, atol=1e-4)
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 33, 64])
 def test_products_with_all_that_goes_with_them(rows: int, early: bool) -> None:
@@ -284,7 +278,7 @@ def test_a_kernel_that_starts_early_waits_before_it_reads_or_writes_what_others_
                 assert pointers <= LASTING, f"{kernel.name} reads {pointers} too early"
 
 
-@graphs
+@needs_gpu
 @pytest.mark.parametrize("count", [1, 9])
 @pytest.mark.parametrize("name", [*BLOCKS, *OTHERS])
 def test_graphs_write_what_the_plain_loop_on_the_cpu_writes(name: str, count: int) -> None:
@@ -303,7 +297,7 @@ def test_graphs_write_what_the_plain_loop_on_the_cpu_writes(name: str, count: in
         assert others(*texts) <= len(wishes) // 8  # rounding may decide between two equal scores
 
 
-@graphs
+@needs_gpu
 def test_graphs_outlive_the_scratch_of_products_that_the_process_had() -> None:
     """torch.compile frees it when it captures graphs of its own; one row's prompt is read by products that need it."""
     wishes = requests(1, [GREEDY], 20)
@@ -320,7 +314,7 @@ def test_graphs_outlive_the_scratch_of_products_that_the_process_had() -> None:
     assert all(bool(other.isnan().all()) for other in others)
 
 
-@graphs
+@needs_gpu
 def test_sources_too_are_decoded_by_graphs() -> None:
     made = tiny.model("t5-small", VOCAB)
     fast(made)
@@ -336,7 +330,7 @@ def test_sources_too_are_decoded_by_graphs() -> None:
     assert others(*texts) <= 1  # rounding may decide between two equal scores
 
 
-@graphs
+@needs_gpu
 @pytest.mark.parametrize("name", BLOCKS)
 def test_speculation_by_graphs_writes_the_greedy_text(name: str) -> None:
     made = model(BLOCKS[name])
@@ -357,7 +351,7 @@ def over_slots(query: Tensor, keys: Tensor, values: Tensor, slots: Slots, window
     return part.sdpa(query, keys, values, ScoreMask(SlotMask(slots=slots).within(window), new, longest, query.device))
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("window", [0, 50])

@@ -19,3 +19,15 @@ needs_fp8 = pytest.mark.skipif(
     not (TRITON and GPU and fp8.available(torch.device("cuda"))),
     reason="needs a GPU with products in float8, and Triton",
 )
+
+
+def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch few programs in Triton's interpreter: it is slow, and one then walks over several parts of a tensor."""
+    if not INTERPRETED:
+        return
+    from trivium.kernels import bend, parted, postnorm, rounding
+
+    monkeypatch.setattr(bend, "BACKWARD", bend.BACKWARD._replace(programs=6))
+    monkeypatch.setattr(parted, "LAUNCH", parted.Launch(tokens=16, columns=32, parts=3))
+    monkeypatch.setattr(postnorm, "LAUNCH", postnorm.Launch(numbers=4096, parts=3))
+    monkeypatch.setattr(rounding, "PROCESSORS", 1)

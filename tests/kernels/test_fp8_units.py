@@ -12,11 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.kernels.launch import DEVICE, needs_triton
+from tests.kernels.launch import DEVICE, in_small_parts, needs_triton
 from tests.parts.drawing import random
 from trivium.kernels import fp8
 from trivium.kernels.hardware import INTERPRETED
 from trivium.parts.activations import ACTIVATIONS
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # of Triton's interpreter
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_small_parts(monkeypatch)
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
