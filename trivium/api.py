@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,6 +131,7 @@ def load(
     bits: int = 0,
     parts: Sequence[type[Any]] = (),
     memory: Memory = "check",
+    fast: Literal["on", "off"] = "on",
     say: Say | None = None,
     tick: Tick = lambda what, done, of: None,
 ) -> Model:
@@ -140,7 +140,7 @@ def load(
     `RUN/checkpoints/step-N` opens that checkpoint. A folder of Hugging Face, a .gguf file or a llama2.c .bin file opens
     too; `say` receives the names of settings that were not read. `average` = k gives the mean of the weights of the
     run's newest k checkpoints instead; `bits` = 8 or 4 quantises the weights. Weights that are larger than the memory
-    that is free are refused unless `memory` is "try".
+    that is free are refused unless `memory` is "try". With `fast` = "off" every module computes its plain formula.
     """
     folder, told = as_path(path), say or printed
     require_there(folder)
@@ -152,7 +152,13 @@ def load(
     target = choose(device)
     if target.type == "cpu" and (busy := threads.advice()):
         told(busy)
-    lay = partial(for_inference, device=target)
+    if not isinstance(fast, str) or fast not in ("on", "off"):
+        raise RequestError(f"fast: {shown(fast)} is neither on nor off")
+
+    def lay(module: nn.Module) -> None:
+        module.to(target)
+        if fast == "on":
+            for_inference(module)
 
     def require(size: int) -> None:
         if memory == "check":

@@ -146,11 +146,32 @@ def config(
 app.command()(runs.runs)
 
 
+def _show_classes(path: Path, as_json: bool) -> None:
+    """The modules of a loaded model with their classes."""
+    from trivium import api
+    from trivium.fast.choose import chosen
+
+    rows = [{"module": name, "class": kind, "why": why} for name, kind, why in chosen(api.load(path).module)]
+    if as_json:
+        print_json(rows)
+        return
+    print_table(["module", "class", "why"], [[row["module"], row["class"], row["why"]] for row in rows])
+
+
 @app.command()
-def show(model: use.ModelPath, as_json: Json = False) -> None:
+def show(
+    model: use.ModelPath,
+    as_json: Json = False,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Which class each module of the loaded model has, and why.")
+    ] = False,
+) -> None:
     """What a run or a model is, how far it came and how good it is."""
     from trivium.training.recipes import is_run
 
+    if fast:
+        _show_classes(model, as_json)
+        return
     facts = _facts(model)
     trained = is_run(model) or facts["state"] == "checkpoint"
     if as_json:

@@ -38,7 +38,8 @@ def build_job(context: RunContext, total: int | Timeline, *, begin: bool = True)
     model = build(recipe.model, seed=recipe.seed, device=device)
     model.recompute = recipe.recompute == "blocks"
     model.stream = torch.bfloat16 if recipe.stream == "bf16" else None
-    for_training(model, FastOptions(fp8=recipe.precision == "fp8"))
+    if recipe.fast == "on":
+        for_training(model, FastOptions(fp8=recipe.precision == "fp8"))
     rows = context.train
     optimizer = recipe.optim.build(model)
     if uses_bf16_copies(recipe):
@@ -85,7 +86,7 @@ def uses_bf16_copies(recipe: Recipe) -> bool:
 
     What that is worth in an eager step has not been measured.
     """
-    if torch.device(recipe.device).type != "cuda" or recipe.precision not in ("bf16", "fp8"):
+    if torch.device(recipe.device).type != "cuda" or recipe.precision not in ("bf16", "fp8") or recipe.fast == "off":
         return False
     worth = recipe.compile == "graphs" or (recipe.compile == "on" and recipe.model.parameters() >= LARGE)
     return worth and recipe.micro >= recipe.batch.size

@@ -64,6 +64,8 @@ class Machine(NamedTuple):
         errors: list[str] = []
         if recipe.precision == "fp8" and capability < (8, 9):
             errors.append("precision: this device has no fp8 products (a GPU of compute capability 8.9); try bf16")
+        if recipe.precision == "fp8" and recipe.fast == "off":
+            errors.append("fast: fp8 products are fast modules' alone; set fast=on, or precision=bf16")
         if recipe.compile == "graphs" and kind != "cuda":
             errors.append("compile: graphs are recorded on a GPU; try compile=off")
         if recipe.precision == "bf16" and kind == "cuda" and not native:

@@ -159,6 +159,7 @@ class Recipe:
     stream: Literal["auto", "fp32", "bf16"] = "auto"
     # on for cuda, off elsewhere; graphs: whole steps as CUDA graphs, for small models
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
+    fast: Literal["on", "off"] = "on"  # off: every module by its plain formulas, to compare or to look inside
     memory: Literal["check", "try"] = "check"  # check: refuse what cannot fit; try: begin all the same
     threads: int = 0  # 0 means as many as torch finds; another number gives other bits
     deterministic: Literal["on", "off"] = "off"  # on: the same bits again on a GPU too, at some cost in speed
