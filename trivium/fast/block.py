@@ -76,6 +76,15 @@ class FastBlock(StandardBlock):
         return readers.put(*postnorm.normed(residual, y, bias, norm.weight, norm.bias, norm.eps)), losses
 
 
+def is_known(block: nn.Module) -> bool:
+    """Whether a block and its parts are the package's own."""
+    if type(block) is not FastBlock or type(block.attention) is not FastAttention:
+        return False
+    if block.cross is not None and type(block.cross) is not FastAttention:
+        return False
+    return type(block.feedforward) is FastMlp or type(block.feedforward) is FastGlu
+
+
 def _applies(connection: nn.Module, x: Tensor) -> bool:
     """Whether the kernel computes what the connection does: in training on a GPU with a bf16 residual stream."""
     if not can_launch(x) or not torch.is_grad_enabled():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import final
 
+import torch
 from torch import Tensor
 
-from trivium.fast.block import FastContext, TwoReaders
+from trivium.fast.block import FastContext, TwoReaders, is_known
 from trivium.fast.cache import KernelCache
+from trivium.fast.hooks import any_hooks
 from trivium.fast.masks import FastScoreMask
+from trivium.kernels.hardware import can_launch
 from trivium.models.stack import PlainStack
 from trivium.parts.cache import Cache, Slots
 from trivium.parts.masks import AnyMask
@@ -19,6 +22,8 @@ from trivium.parts.mixers import Context
 class FastStack(PlainStack):
     """`PlainStack` with `FastScoreMask`, `FastContext` and, for sequences of different lengths, `KernelCache`."""
 
+    context = FastContext
+
     def contexts(
         self,
         x_BTD: Tensor,
@@ -28,9 +33,22 @@ class FastStack(PlainStack):
         source: Tensor | None,
         source_mask: AnyMask | None,
     ) -> list[Context]:
-        readers = None if self.recompute and self.training else TwoReaders()
-        plain = super().contexts(x_BTD, at, mask, cache, source, source_mask)
-        return [FastContext(**vars(ctx), readers=readers) for ctx in plain]
+        contexts = super().contexts(x_BTD, at, mask, cache, source, source_mask)
+        if can_launch(x_BTD) and torch.is_grad_enabled() and self._is_one_graph():
+            readers = TwoReaders()
+            for ctx in contexts:
+                assert isinstance(ctx, FastContext)
+                ctx.readers = readers
+        return contexts
+
+    def _is_one_graph(self) -> bool:
+        """Whether the compiler sees all layers as one graph: known parts, no hooks, nothing computed again going back.
+
+        Across a break of the graph torch 2.11 loses the gradient of one of two views.
+        """
+        if self.recompute and self.training:
+            return False
+        return all(is_known(block) for block in self.blocks) and not any_hooks(self)
 
     def score_mask(self, mask: AnyMask, x_BTD: Tensor, keys: int, bias: Tensor | None = None) -> FastScoreMask:
         return FastScoreMask(mask, x_BTD, keys, bias, dropout=self.training and self._has_dropout())

@@ -24,6 +24,8 @@ from trivium.parts.positions import Positions
 class PlainStack(nn.Module):
     """Blocks one after another; layers that name equal position options share one position module."""
 
+    context: type[Context] = Context  # what a layer gets beside the residual stream
+
     def __init__(self, options: Stack, config: ModelConfig, *, causal: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
@@ -96,7 +98,7 @@ class PlainStack(nn.Module):
                 bias = position.bias(prepared[index])
                 masks[window, index] = self.score_mask(mask.within(window), x_BTD, start + x_BTD.shape[1], bias)
             found.append(
-                Context(
+                self.context(
                     mask=masks[window, index],
                     position=position,
                     prepared=prepared[index],
