@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.fast.choose import fast
+from trivium.kernels.hardware import INTERPRETED
 from trivium.parts.masks import Mask, ScoreMask
 from trivium.parts.mixers import Context
 from trivium.parts.positions import Positions
@@ -43,13 +44,16 @@ def close(found: Sequence[Tensor], expected: Sequence[Tensor], room: float) -> N
         assert off <= room * size + 1e-6, f"tensor {at} is off by {off:.3g} of {size:.3g}"
 
 
-def as_near(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], room: float) -> None:
-    """Every tensor as near to that of float64 as the plain one, but for this factor."""
+def as_near(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], room: float = 1.5) -> None:
+    """Every tensor as near to that of float64 as the plain one, but for this factor.
+
+    Triton's interpreter cuts bfloat16 off where it should round: every operation shrinks a gradient by 0.3 %.
+    """
+    share = 0.04 if INTERPRETED else 1e-4
     for at, (one, other, right) in enumerate(zip(found, plain, exact, strict=True)):
         off, most = ((tensor.double() - right).norm().item() for tensor in (one, other))
-        assert off <= room * most + 1e-4 * right.norm().item() + 1e-5, (
-            f"tensor {at} is off by {off:.3g}, not {most:.3g}"
-        )
+        least = share * right.norm().item() + 1e-5
+        assert off <= room * most + least, f"tensor {at} is off by {off:.3g}, the plain one by {most:.3g}"
 
 
 def context(

@@ -15,7 +15,6 @@ from tests.parts.drawing import random
 from trivium.fast.block import FastBlock, TwoReaders
 from trivium.fast.choose import FastOptions, for_training
 from trivium.fast.stack import FastStack
-from trivium.kernels.hardware import INTERPRETED
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
@@ -67,7 +66,7 @@ def compared(plain: Transformer, change: Any = None) -> None:
     for model in (plain, fast, wide):
         if change is not None:
             change(model)
-    as_near(stepped(fast), stepped(plain), stepped(wide, half=False), room=2.5 if INTERPRETED else 1.5)
+    as_near(stepped(fast), stepped(plain), stepped(wide, half=False))
 
 
 @needs_triton

@@ -19,7 +19,6 @@ from tests.kernels.launch import DEVICE, needs_gpu, needs_triton
 from tests.parts.drawing import FORMULAS, drawn, random
 from trivium.fast.feedforward import FastGlu, FastMlp
 from trivium.kernels import fp8
-from trivium.kernels.hardware import INTERPRETED
 from trivium.parts.activations import ACTIVATIONS
 from trivium.parts.options.feedforward import Activation, Glu, Mlp
 from trivium.parts.site import Site
@@ -86,7 +85,7 @@ def test_in_bfloat16_the_kernels_are_as_near_to_float64_as_the_plain_network(
         expected = outcome(plain, x, list(plain.parameters()), autocast=True)
         exact = outcome(wide, x.double(), list(wide.parameters()))
         assert [one.dtype for one in found] == [one.dtype for one in expected]
-        as_near(found, expected, exact, room=3.0 if INTERPRETED else 1.2)  # it does not round to the nearest
+        as_near(found, expected, exact, room=1.2)
         torch._dynamo.reset()
 
 

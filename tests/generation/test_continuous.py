@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from tests.generation import tiny
 from trivium.errors import CheckpointError, RequestError
+from trivium.fast.cache import KernelCache
+from trivium.fast.choose import for_inference
 from trivium.generation.choosing import Chooser, Kind
 from trivium.generation.continuous import Engine
 from trivium.generation.engine import Request, Token, stream
@@ -134,11 +137,16 @@ def test_a_source_is_read_once_and_stays_with_its_row() -> None:
     assert [comparable(found[row]) for row in range(5)] == [comparable(alone(model, wish)) for wish in wishes]
 
 
+@pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_the_scores_of_every_row_are_those_of_the_whole_text_read_at_once(name: str) -> None:
+def test_the_scores_of_every_row_are_those_of_the_whole_text_read_at_once(name: str, loaded: bool) -> None:
     model = MODELS[name].eval()
-    bank = Bank(model, 4, CONTEXT, 0)
+    read = copy.deepcopy(model)
+    if loaded:
+        for_inference(read)
+    bank = Bank(read, 4, CONTEXT, 0)
+    assert all(isinstance(layer, KernelCache) == loaded for layer in bank.cache.layers)
     rows = [
         Row(row, Request(ids=tiny.draw(row, length, VOCAB), tokens=9, sampling=GREEDY, seed=0))
         for row, length in enumerate((3, 11, 6))

@@ -69,9 +69,18 @@ def test_every_module_is_entered_through_its_forward(case: Case, floor: str) -> 
     promise.check_every_module_is_called(case, floor)
 
 
+DEFAULT = [(floor, "forward hook") for floor in ("plain", "for training")]  # to compile takes seconds
+
+
 @one_per_family
-@floors
-@ways
+@pytest.mark.parametrize(
+    ("floor", "way"),
+    [
+        pytest.param(floor, way, marks=() if (floor, way) in DEFAULT else pytest.mark.full)
+        for floor in promise.FLOORS
+        for way in promise.WAYS
+    ],
+)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_compiled_model_honours_changes(case: Case, floor: str, way: str, moment: str) -> None:
     promise.check_compiled_hooks(case, floor, way, moment)

@@ -17,6 +17,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from tests.oracle.copying import copy, enliven, ids, logits, near, near_gradients, near_sides
 from trivium.models.presets import PRESETS, t5
 from trivium.models.transformer import Transformer, build
+from trivium.parts.attention import MultiHeadAttention
 
 VOCAB = 83
 # heads times head is not the width, in both directions
@@ -128,8 +129,8 @@ def test_a_scaled_score_or_an_unscaled_output_would_show() -> None:
     with torch.no_grad():
         other = theirs(input_ids=source_BS, attention_mask=real_BS.long(), decoder_input_ids=target_BT).logits
     for module in ours.modules():
-        if hasattr(module, "packed"):
-            module.scale = 6**-0.5  # type: ignore[assignment]
+        if isinstance(module, MultiHeadAttention):
+            module.scale = 6**-0.5
     assert (logits(ours, target_BT, source=source_BS, source_padding=real_BS) - other).abs().max() > 1e-2
 
 
