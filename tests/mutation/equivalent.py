@@ -40,7 +40,6 @@ INSIDE = "pieces_BNK.gather(1, piece_B1[..., None].expand(-1, -1, _PIECE))[:, 0]
 SAMPLING: Reasons = {
     ("penalise", "torch.where(logits_BV >= 0, logits_BV / penalty, logits_BV * penalty)"): "0 is 0 both ways.",
     ("keep_top_k", "0 < k <= logits_BV.shape[-1]"): "The least of all logits is below none of them.",
-    ("by_kernel", "logits_BV.device.type != 'cuda'"): TRITON,
     ("by_kernel", "logits_BV.dtype != torch.float32"): TRITON,
     ("_proven", "torch.randn(3, 501, generator=torch.Generator().manual_seed(0))"): PROBE,
     ("_proven", "torch.Generator().manual_seed(1)"): PROBE,

@@ -21,6 +21,7 @@ from trivium.fast.linear import (
     fused_linear,
     in_float8,
     linear,
+    one_product_pays,
     weight_of,
 )
 from trivium.fast.masks import FastScoreMask
@@ -72,7 +73,7 @@ class FastAttention(MultiHeadAttention):
             sizes = (self.size, self.size, self.value_size)
             query, key, value = (split_heads(part, size) for part, size in zip(parts, sizes, strict=True))
             return query, key, value
-        if self._alike and _one_product_pays(x_BTD):
+        if self._alike and one_product_pays(x_BTD):
             layers = fast_layers(self.query, self.key, self.value)
             if layers:
                 return self._one_product(x_BTD, ctx, layers)
@@ -198,11 +199,6 @@ class FastAttention(MultiHeadAttention):
 def _three(parts: Any) -> Heads:
     query, key, value = parts
     return query, key, value
-
-
-def _one_product_pays(x: Tensor) -> bool:
-    """Whether one product of three layers is faster than three: in training on a GPU."""
-    return torch.is_grad_enabled() and (x.device.type == "cuda" or can_launch(x))
 
 
 def _split_fits(x: Tensor) -> bool:

@@ -106,18 +106,12 @@ def plain(model: nn.Module) -> None:
             raise RequestError(f"{name} was sharded since it became fast; gather its weights first")
     for module in model.modules():
         if type(module) in PLAIN:
-            if getattr(module, "fused", None) is not None:
-                _own_storage(module)
+            for parameter in module.parameters(recurse=False):
+                if not parameter.is_contiguous() or parameter.untyped_storage().nbytes() != parameter.nbytes:
+                    parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
             for name in _KEPT:
                 module.__dict__.pop(name, None)
             module.__class__ = PLAIN[type(module)]
-
-
-def _own_storage(module: nn.Module) -> None:
-    """Queries, keys and values each in memory of their own again."""
-    for layer in module.children():
-        for parameter in layer.parameters(recurse=False):
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 def chosen(model: nn.Module) -> list[tuple[str, str, str]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trivium.fast.hooks import has_hooks
 from trivium.kernels import fp8, onednn
-from trivium.kernels.hardware import working
+from trivium.kernels.hardware import can_launch, working
 from trivium.parts.linear import Linear
 from trivium.parts.roles import NARROW
 
@@ -97,10 +97,15 @@ def bias_of(*layers: FastLinear) -> Tensor | None:
     return None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
+def one_product_pays(x: Tensor) -> bool:
+    """Whether one product of several layers is faster than one each: in training on a GPU."""
+    return torch.is_grad_enabled() and (x.device.type == "cuda" or can_launch(x))
+
+
 def fused_linear(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     """The outputs of several layers of one input; on a GPU in training by one product."""
     fast = fast_layers(*layers)
-    if not fast or x.device.type != "cuda" or not torch.is_grad_enabled():
+    if not fast or not one_product_pays(x):
         return [layer(x) for layer in layers]
     whole = linear(x, weight_of(x, *fast), bias_of(*fast), narrow=fast[0].fp8)
     return torch.split(whole, [layer.out_features for layer in fast], dim=-1)
