@@ -162,7 +162,7 @@ def test_plain_takes_back_float8_copies_and_levels() -> None:
     for_training(model, FastOptions(fp8=True))
     layers = [module for module in model.modules() if type(module) is FastLinear]
     assert any(layer.fp8 for layer in layers)
-    layers[0].twin = layers[0].weight.detach().bfloat16()
+    layers[0].bf16_copy = layers[0].weight.detach().bfloat16()
     plain(model)
     unchanged(snapshot(model), before)
     for name, old in hollow(model, 8).items():

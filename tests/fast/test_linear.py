@@ -171,7 +171,7 @@ def test_the_bf16_copy_is_taken_in_training_under_autocast_and_only_whole() -> N
     one, two = made(6, 8), made(6, 8, seed=3)
     copy = torch.cat((one.weight, two.weight)).detach().bfloat16().requires_grad_()
     x = random(3, 6)
-    one.twin = two.twin = copy
+    one.bf16_copy = two.bf16_copy = copy
     assert weight_of(x, one) is one.weight
     assert torch.equal(weight_of(x, one, two), torch.cat((one.weight, two.weight)))
     with torch.autocast("cpu", torch.bfloat16):

@@ -17,10 +17,10 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from tests.oracle.copying import enliven
 from trivium.fast.attention import FastAttention
+from trivium.fast.bf16_copies import Bf16Copies
 from trivium.fast.choose import FastOptions, fast, for_inference, for_training
 from trivium.fast.hooks import any_hooks, fingerprint, has_hooks
 from trivium.fast.linear import fast_layers, is_fast
-from trivium.fast.twins import Twins
 from trivium.generation.banks import banks_of
 from trivium.generation.continuous import Engine
 from trivium.generation.engine import Request, stream
@@ -316,7 +316,7 @@ def test_a_hook_on_a_weight_sees_its_gradient_beside_twins() -> None:
     assert isinstance(part, FastAttention)
     seen: list[Tensor] = []
     part.out.weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
-    twins = Twins(model)
+    twins = Bf16Copies(model)
     with torch.autocast("cpu", torch.bfloat16), twins.used():
         states(model).square().sum().backward()  # type: ignore[no-untyped-call]
     assert len(seen) == 1

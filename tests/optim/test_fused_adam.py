@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from tests.kernels.launch import DEVICE, needs_triton
 from tests.optim.steps import NO, YES, same, small, snapshot
 from trivium.fast.adam import FusedAdam, with_bf16_copies
+from trivium.fast.bf16_copies import Bf16Copies
 from trivium.fast.choose import fast
-from trivium.fast.twins import Twins
 from trivium.kernels.hardware import INTERPRETED, can_launch
 from trivium.models.transformer import Transformer
 from trivium.optim.adam import AdamStepper
@@ -21,21 +21,21 @@ def quick() -> Transformer:
     """The small model, fast: only such layers have twins."""
     model = small()
     fast(model)
-    assert Twins(model)._twins
+    assert Bf16Copies(model)._copies
     return model
 
 
-def with_copies(options: AdamW | Adam, model: nn.Module) -> tuple[FusedAdam, Twins]:
+def with_copies(options: AdamW | Adam, model: nn.Module) -> tuple[FusedAdam, Bf16Copies]:
     optimizer = with_bf16_copies(options.build(model), model)
     assert isinstance(optimizer, FusedAdam)
     return optimizer, optimizer.copies
 
 
-def planted(model: nn.Module, twins: Twins, seed: int) -> None:
+def planted(model: nn.Module, twins: Bf16Copies, seed: int) -> None:
     """Gradients in all twins, and in those weights that have none."""
     generator = torch.Generator().manual_seed(seed)
-    held = {id(layer.weight) for _, layers in twins._twins for layer in layers}
-    for twin, _ in twins._twins:
+    held = {id(layer.weight) for _, layers in twins._copies for layer in layers}
+    for twin, _ in twins._copies:
         twin.grad = torch.randn(twin.shape, generator=generator).to(DEVICE, torch.bfloat16)
     for parameter in model.parameters():
         if id(parameter) not in held:
@@ -49,7 +49,7 @@ def alike(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return all(torch.allclose(one, second[name], rtol=2e-6, atol=1e-6) for name, one in first.items())
 
 
-def spread(model: nn.Module, twins: Twins) -> None:
+def spread(model: nn.Module, twins: Bf16Copies) -> None:
     """The same gradients where a plain optimizer looks for them."""
     for pair in twins.pairs():
         pair.weight.grad = pair.gradient.float() * twins.scale
@@ -61,7 +61,7 @@ def test_weights_walk_as_with_gradients_of_their_own(kind: type[AdamW] | type[Ad
     ours, theirs = quick().to(DEVICE), quick().to(DEVICE)
     optimizer, twins = with_copies(kind(rate=0.01, decay=0.1), ours)
     plain = kind(rate=0.01, decay=0.1).build(theirs)
-    other = Twins(theirs)
+    other = Bf16Copies(theirs)
     for step in range(5):
         for model, pair in ((ours, twins), (theirs, other)):
             planted(model, pair, step)
@@ -76,13 +76,13 @@ def test_weights_walk_as_with_gradients_of_their_own(kind: type[AdamW] | type[Ad
         for model in (ours, theirs):
             model.zero_grad()
     planted(ours, twins, 9)
-    assert all(rounded(pair.twin, pair.weight.detach()) for pair in twins.pairs())
+    assert all(rounded(pair.copy, pair.weight.detach()) for pair in twins.pairs())
 
 
 def test_a_gradient_on_both_sides_is_one() -> None:
     ours, theirs = quick().to(DEVICE), quick().to(DEVICE)
     optimizer, twins = with_copies(AdamW(rate=0.01), ours)
-    plain, other = AdamW(rate=0.01).build(theirs), Twins(theirs)
+    plain, other = AdamW(rate=0.01).build(theirs), Bf16Copies(theirs)
     for model, pair in ((ours, twins), (theirs, other)):
         planted(model, pair, 0)
     both = [pair.weight for pair in twins.pairs()][::2]  # the others are moved beside them
@@ -144,12 +144,12 @@ def test_the_kernel_walks_as_torch_does(options: AdamW | Adam) -> None:
     ours, theirs = quick().to(DEVICE), quick().to(DEVICE)
     stepper = options.build(ours)
     assert isinstance(stepper, AdamStepper)
-    twins, other = Twins(ours), Twins(theirs)
+    twins, other = Bf16Copies(ours), Bf16Copies(theirs)
     optimizer, plain = FusedAdam(stepper, twins), options.build(theirs)
     yes, no = YES.to(DEVICE), NO.to(DEVICE)
     for step in range(8):
         for model, pair in ((ours, twins), (theirs, other)):
-            for twin, _ in pair._twins:
+            for twin, _ in pair._copies:
                 generator = torch.Generator().manual_seed(step)
                 twin.grad = torch.randn(twin.shape, generator=generator).bfloat16().to(DEVICE)
             pair.scale = torch.tensor(0.25 + step / 8, device=DEVICE)

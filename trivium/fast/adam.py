@@ -1,4 +1,4 @@
-"""Adam over a model that multiplies by bf16 copies of its weights (fast/twins.py): one kernel moves both."""
+"""Adam over a model that multiplies by bf16 copies of its weights (fast/bf16_copies.py): one kernel moves both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from trivium.fast.twins import Pair, Twins
+from trivium.fast.bf16_copies import Bf16Copies, WeightCopy
 from trivium.kernels.hardware import can_launch
 from trivium.optim.adam import AdamStepper
 from trivium.optim.clipping import clip_factor, global_norm
@@ -17,7 +17,7 @@ from trivium.optim.stepper import Optimizer
 class FusedAdam(Optimizer):
     """`AdamStepper` for weights with a gradient of their own, and its rule for those whose bf16 copies have it."""
 
-    def __init__(self, adam: AdamStepper, copies: Twins) -> None:
+    def __init__(self, adam: AdamStepper, copies: Bf16Copies) -> None:
         super().__init__(adam.parameters)
         self.adam, self.copies = adam, copies
         self._place: dict[Tensor, int] = {
@@ -63,10 +63,10 @@ class FusedAdam(Optimizer):
                 pair.weight.grad = gradient if pair.weight.grad is None else pair.weight.grad + gradient
         if alone:
             self._by_kernel(alone, factor, finite)
-        self.copies.outdate()
+        self.copies.mark_stale()
         self.adam.step(factor, finite)
 
-    def _by_kernel(self, pairs: list[Pair], factor: float | Tensor, finite: Tensor) -> None:
+    def _by_kernel(self, pairs: list[WeightCopy], factor: float | Tensor, finite: Tensor) -> None:
         from trivium.kernels.adam import Rule, adam  # not above: there is no Triton for a CPU
 
         healthy = finite.float()
@@ -103,4 +103,4 @@ class FusedAdam(Optimizer):
 
 def with_bf16_copies(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     """The optimizer with bf16 copies of the weights, which it moves along with them; as it is if it cannot."""
-    return FusedAdam(optimizer, Twins(model)) if isinstance(optimizer, AdamStepper) else optimizer
+    return FusedAdam(optimizer, Bf16Copies(model)) if isinstance(optimizer, AdamStepper) else optimizer

@@ -144,7 +144,7 @@ class FastAttention(MultiHeadAttention):
         return not self.grouped and not self.crossed and self.size == self.value_size
 
     @property
-    def products(self) -> list[tuple[Linear, ...]]:
+    def matmul_groups(self) -> list[tuple[Linear, ...]]:
         """The layers by the products that compute them in training."""
         if self.crossed:
             return [(self.query,), (self.key, self.value), (self.out,)]

@@ -50,7 +50,7 @@ FAST: dict[type[nn.Module], type[nn.Module]] = {
 }
 PLAIN = {fast: plain for plain, fast in FAST.items()}
 # What a fast class keeps on its instances beside the plain one's attributes.
-_KEPT = ("fp8", "twin", "fused", "_copy", "_made")
+_KEPT = ("fp8", "bf16_copy", "fused", "_copy", "_made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

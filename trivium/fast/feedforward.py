@@ -30,7 +30,7 @@ class FastMlp(MlpFeedForward):
     """`MlpFeedForward` by fused kernels."""
 
     @property
-    def products(self) -> list[tuple[Linear, ...]]:
+    def matmul_groups(self) -> list[tuple[Linear, ...]]:
         """The layers by the products that compute them in training."""
         return [(self.up,), (self.down,)]
 
@@ -54,7 +54,7 @@ class FastGlu(GluFeedForward):
     """`GluFeedForward` with one product for gate and up, and fused kernels behind it."""
 
     @property
-    def products(self) -> list[tuple[Linear, ...]]:
+    def matmul_groups(self) -> list[tuple[Linear, ...]]:
         """The layers by the products that compute them in training."""
         return [(self.gate, self.up), (self.down,)]
 

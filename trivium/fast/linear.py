@@ -25,7 +25,9 @@ class FastLinear(Linear):
     """`Linear` by the fastest matmul of its device."""
 
     fp8 = False  # products in float8 while training
-    twin: Tensor | None = None  # the bf16 copy of its weight, or of those of several layers, while gradients are made
+    bf16_copy: Tensor | None = (
+        None  # the bf16 copy of its weight, or of those of several layers, while gradients are made
+    )
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, weight_of(input, self), self.bias, narrow=self.fp8)
@@ -56,7 +58,7 @@ def in_float8(x: Tensor, outputs: int) -> bool:
 
 def weight_of(x: Tensor, *layers: FastLinear) -> Tensor:
     """The matrices of these layers side by side, [O, I]: their bf16 copy if there is one and `x` is computed in it."""
-    copy = layers[0].twin
+    copy = layers[0].bf16_copy
     # one with more outputs is that of these layers and others
     whole = copy is not None and len(copy) == sum(layer.out_features for layer in layers)
     if copy is not None and whole and torch.is_grad_enabled() and working(x) == copy.dtype:

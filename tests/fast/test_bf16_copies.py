@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.kernels.launch import DEVICE, GPU, needs_triton
 from trivium.fast.attention import FastAttention
+from trivium.fast.bf16_copies import Bf16Copies
 from trivium.fast.choose import FastOptions, for_training
 from trivium.fast.linear import FastLinear
-from trivium.fast.twins import Twins
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build, load_weights, weights
@@ -32,7 +32,7 @@ def made(feed: FeedForward, groups: int = 0, bias: bool = True, device: str = "c
     return model
 
 
-def backward(model: Transformer, twins: Twins | None) -> Tensor:
+def backward(model: Transformer, twins: Bf16Copies | None) -> Tensor:
     ids = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
     how: AbstractContextManager[None] = nullcontext() if twins is None else twins.used()
     with torch.autocast(model.device.type, torch.bfloat16), how:
@@ -47,7 +47,7 @@ def backward(model: Transformer, twins: Twins | None) -> Tensor:
 def test_gradients_are_those_of_the_weights_to_the_bit(feed: str, groups: int, device: str) -> None:
     where = DEVICE if device == "launched" else device  # there one product makes queries, keys and values
     plain, model = (made(FEEDS[feed], groups, bias=feed == "mlp", device=where) for _ in range(2))
-    twins = Twins(model)
+    twins = Bf16Copies(model)
     assert torch.equal(backward(plain, None), backward(model, twins))
     moved = {id(pair.weight): pair.gradient for pair in twins.pairs()}
     assert len(moved) >= 2 * 6  # at least the matrices that have a product of their own in all cases
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_weights_to_the_bit(feed: str, groups: int, d
 @needs_triton
 def test_where_one_product_makes_several_layers_so_does_their_twin() -> None:
     model = made(Glu(hidden=48), bias=False, device=DEVICE)
-    twins = Twins(model)
+    twins = Bf16Copies(model)
     backward(model, twins)
     own = {id(layer.weight) for layer in model.modules() if isinstance(layer, FastLinear) and layer.role != "head"}
     apart = {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
@@ -85,7 +85,7 @@ def test_where_one_product_makes_several_layers_so_does_their_twin() -> None:
 
 def test_outside_of_a_training_step_nobody_meets_them() -> None:
     model = made(Mlp())
-    twins = Twins(model)
+    twins = Bf16Copies(model)
     backward(model, None)
     assert not list(twins.pairs())
     assert all(one.grad is not None for one in model.parameters())
@@ -101,8 +101,8 @@ def test_outside_of_a_training_step_nobody_meets_them() -> None:
     assert not list(twins.pairs())
     with pytest.raises(RuntimeError, match="stop"), twins.used():
         raise RuntimeError("stop")
-    assert all(layer.twin is None for layer in model.modules() if isinstance(layer, FastLinear))
-    assert "twin" not in " ".join(model.state_dict())
+    assert all(layer.bf16_copy is None for layer in model.modules() if isinstance(layer, FastLinear))
+    assert "copy" not in " ".join(model.state_dict())
 
 
 def test_what_is_written_into_the_weights_is_taken_over() -> None:
@@ -110,7 +110,7 @@ def test_what_is_written_into_the_weights_is_taken_over() -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    twins, expected = Twins(model), Twins(other)
+    twins, expected = Bf16Copies(model), Bf16Copies(other)
     load_weights(model, weights(other))
     stale = backward(model, twins)
     twins.clear()
@@ -120,21 +120,21 @@ def test_what_is_written_into_the_weights_is_taken_over() -> None:
     assert torch.equal(fresh, backward(other, expected))
     assert not torch.equal(fresh, stale)
     for one, two in zip(twins.pairs(), expected.pairs(), strict=True):
-        assert torch.equal(one.twin, one.weight.bfloat16())
+        assert torch.equal(one.copy, one.weight.bfloat16())
         assert torch.equal(one.gradient, two.gradient)
 
 
 def test_after_others_have_moved_the_weights_nothing_is_taken_for_granted() -> None:
     """A recorded step moves them again and again, and torch does not count what a fused optimizer writes."""
     model = made(Mlp())
-    twins = Twins(model)
+    twins = Bf16Copies(model)
     backward(model, None)
-    twins.outdate()
+    twins.mark_stale()
     for _ in range(3):
         for parameter in model.parameters():
             parameter.data.mul_(1.5)  # which is not counted either
         twins.refresh()
-        for twin, layers in twins._twins:
+        for twin, layers in twins._copies:
             assert torch.equal(twin.detach(), torch.cat([layer.weight.detach() for layer in layers]).bfloat16())
 
 
@@ -143,7 +143,7 @@ def test_what_is_frozen_or_dropped_has_none() -> None:
     for layer in model.modules():
         if isinstance(layer, FastLinear) and layer.role == "down":
             layer.weight.requires_grad_(False)
-    twins = Twins(model)
+    twins = Bf16Copies(model)
     backward(model, twins)
     assert all(pair.weight.requires_grad for pair in twins.pairs())
     twins.drop()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.training.conftest import FAMILIES, create
 from trivium.fast.adam import FusedAdam, with_bf16_copies
-from trivium.fast.twins import Twins
+from trivium.fast.bf16_copies import Bf16Copies
 from trivium.kernels.hardware import INTERPRETED
 from trivium.training.build_job import build_job, uses_bf16_copies
 from trivium.training.context import RunContext
@@ -39,7 +39,7 @@ def made(context: RunContext, steps: int, *, twinned: bool = True) -> Job:
     return job
 
 
-def copies(job: Job) -> Twins:
+def copies(job: Job) -> Bf16Copies:
     assert isinstance(job.optimizer, FusedAdam)
     return job.optimizer.copies
 
@@ -57,7 +57,7 @@ def walked(
 def test_a_run_with_twins_is_the_run_without_to_the_bit(small: Make, tmp_path: Path, kind: str) -> None:
     recipe = small(kind, **WHOLE, clip=0.0, average="ema")
     job, numbers, tensors = walked(recipe, tmp_path / "twins")
-    assert len(copies(job)._twins) >= 8
+    assert len(copies(job)._copies) >= 8
     _, plain, expected = walked(recipe, tmp_path / "plain", twinned=False)
     assert [loss for loss, _ in numbers] == [loss for loss, _ in plain]
     assert [norm for _, norm in numbers] == pytest.approx([norm for _, norm in plain], rel=1e-5)
@@ -112,13 +112,13 @@ def test_a_batch_in_parts_has_no_use_for_them(small: Make, tmp_path: Path) -> No
     whole.micro = whole.recipe.batch.rows
     next(steps)
     copies(whole).refresh()
-    for twin, layers in copies(whole)._twins:
+    for twin, layers in copies(whole)._copies:
         assert torch.equal(twin.detach(), torch.cat([layer.weight.detach() for layer in layers]).bfloat16())
 
 
 def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> None:
     job = made(create(small(**WHOLE), tmp_path), 4)
-    assert copies(job)._twins
+    assert copies(job)._copies
     tries = []
 
     class Once:
@@ -138,7 +138,7 @@ def test_where_memory_runs_out_they_go_first(small: Make, tmp_path: Path) -> Non
         with_oom_retry(job, prefetcher, once, 1.0, 0.0)
     assert tries == [[6], [3, 3]]
     assert once.forgotten == 1
-    assert not copies(job)._twins
+    assert not copies(job)._copies
     assert torch.isfinite(next(updates(job)).loss)
 
 
@@ -148,9 +148,9 @@ def test_a_run_that_lacked_memory_has_none_when_it_goes_on(small: Make, tmp_path
     job.micro = 3
     held = {section: {name: one.clone() for name, one in each.items()} for section, each in job.tensors().items()}
     resumed = made(context, 4)
-    assert copies(resumed)._twins
+    assert copies(resumed)._copies
     resumed.load(lambda section: held[section], 0, job.state())
-    assert not copies(resumed)._twins
+    assert not copies(resumed)._copies
     assert torch.isfinite(next(updates(resumed)).loss)
 
 
