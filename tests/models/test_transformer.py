@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.battery import lively, logits, some_ids
 from tests.cases import CASES, CONTEXT, VOCAB, Case
 from trivium.errors import ConfigError, RequestError
+from trivium.fast.choose import fast
 from trivium.models.block import StandardBlock
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.options import Block, Parallel
@@ -329,6 +330,7 @@ def test_computing_again_gives_the_same_gradients_bit_for_bit(family: str) -> No
 def test_a_narrow_stream_is_narrow_in_all_blocks_and_in_training_only(residual: Residual) -> None:
     stack = Stack(layers=3, block=Block(residual=residual))
     drawn = build(ModelConfig(width=16, context=8, vocab=VOCAB, decoder=stack), seed=3).train()
+    fast(drawn)
     drawn.stream = torch.bfloat16
     decoder, seen = drawn.decoder, list[torch.dtype]()
     assert decoder is not None

@@ -158,7 +158,10 @@ class FastAttention(MultiHeadAttention):
         fused = self.fused
         if fused is None or not fast_layers(self.query, self.key, self.value):
             return None
-        return fused if fused.pointers == self._pointers() else None
+        if fused.pointers == self._pointers():
+            return fused
+        self.fused = None  # it keeps the old storage
+        return None
 
     def fuse_qkv(self) -> None:
         """Lay the three matrices side by side in one storage, for decoding; values and names stay the same."""

@@ -14,15 +14,29 @@ from trivium.fast.masks import FastScoreMask
 from trivium.kernels.hardware import can_launch
 from trivium.models.stack import PlainStack
 from trivium.parts.cache import Cache, Slots
+from trivium.parts.losses import WithLosses
 from trivium.parts.masks import AnyMask
 from trivium.parts.mixers import Context
 
 
 @final
 class FastStack(PlainStack):
-    """`PlainStack` with `FastScoreMask`, `FastContext` and, for sequences of different lengths, `KernelCache`."""
+    """`PlainStack` with a narrow residual stream, and masks, contexts and caches for fast attention."""
 
     context = FastContext
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        at: Tensor,
+        mask: AnyMask,
+        cache: Cache | None = None,
+        source: Tensor | None = None,
+        source_mask: AnyMask | None = None,
+    ) -> Tensor | WithLosses:
+        if self.training and self.stream is not None and torch.is_autocast_enabled(x_BTD.device.type):
+            x_BTD = x_BTD.to(self.stream)
+        return super().forward(x_BTD, at, mask, cache, source, source_mask)
 
     def contexts(
         self,

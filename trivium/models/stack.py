@@ -44,7 +44,8 @@ class PlainStack(nn.Module):
                 self.positions.append(block.position.build(inner(block, site)))
         self.final = options.block.final(config.site(depth=options.layers))
         self.lock = options.lock
-        self.stream: torch.dtype | None = None  # of the residual stream in training; None: as the embedding gives it
+        # of the residual stream in training, in a fast stack; None: as the embedding gives it
+        self.stream: torch.dtype | None = None
         self.recompute = False  # whether training forgets what is inside a block and computes it again going back
 
     def embed(self, x_BTD: Tensor, at: Tensor) -> Tensor:
@@ -63,8 +64,6 @@ class PlainStack(nn.Module):
         source_mask: AnyMask | None = None,
     ) -> Tensor | WithLosses:
         """The states after the last block and the final norm; `at` is the position of every token, [1 or B, T]."""
-        if self.training and self.stream is not None:
-            x_BTD = x_BTD.to(self.stream)
         losses: Losses = {}
         for block, ctx in zip(self.blocks, self.contexts(x_BTD, at, mask, cache, source, source_mask), strict=True):
             if self.recompute and self.training:

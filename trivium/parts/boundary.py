@@ -35,13 +35,18 @@ class BoundaryHead(nn.Module):
         self.second_norm = options.norm.build(site)
         self.output = Softmax(bias=True).build(site, tied)
 
-    def states(self, left_ND: Tensor, right_ND: Tensor, places_N: Tensor) -> Tensor:
+    def forward(self, left_ND: Tensor, right_ND: Tensor, places_N: Tensor) -> Tensor:
         """What the borders of a span say of its tokens, each by its place from 0 on; [N, D]."""
         x = torch.cat((left_ND, right_ND, F.embedding(places_N, self.places)), -1)
         x = self.first_norm(self.activation(self.first(x)))
         result: Tensor = self.second_norm(self.activation(self.second(x)))
         return result
 
+    def states(self, left_ND: Tensor, right_ND: Tensor, places_N: Tensor) -> Tensor:
+        """As `forward`."""
+        result: Tensor = self(left_ND, right_ND, places_N)
+        return result
+
     def nll(self, left_ND: Tensor, right_ND: Tensor, places_N: Tensor, labels_N: Tensor) -> Tensor:
         """The negative log-likelihood of each label in nats; exactly 0 where the label is ignored."""
-        return cast(Head, self.output).nll(self.states(left_ND, right_ND, places_N), labels_N)
+        return cast(Head, self.output).nll(self(left_ND, right_ND, places_N), labels_N)

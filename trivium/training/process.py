@@ -84,6 +84,7 @@ def _set_up_compiler(undo: ExitStack, runs: Path) -> None:
         undo.callback(_restore_variable, name, os.environ.get(name))
     _set_variable(undo, "TORCHINDUCTOR_CACHE_DIR", str((runs / ".compile").resolve()))
     _set_option(undo, dynamo, "recompile_limit", max(dynamo.recompile_limit, _RECOMPILES))
+    _set_option(undo, dynamo, "skip_nnmodule_hook_guards", False)  # a hook that is added later is honoured
     # Otherwise a step with an autograd.Function of ours is differentiated anew in every process. The key contains the
     # graphs of both passes, so another version of the function is another entry.
     if hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
