@@ -33,18 +33,31 @@ one_per_family = pytest.mark.parametrize(
     "case", [case for case in CASES if case.name in FAMILIES], ids=lambda case: case.name
 )
 floors = pytest.mark.parametrize("floor", promise.FLOORS)
-ways = pytest.mark.parametrize("way", promise.WAYS)
+# the plain floor calls its layers by its text: every part there only under --full
+fast_floors = pytest.mark.parametrize(
+    "floor", [pytest.param(floor, marks=pytest.mark.full if floor == "plain" else ()) for floor in promise.FLOORS]
+)
+few_ways = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way == "forward hook" else pytest.mark.full) for way in promise.WAYS]
+)
 
 
 @every
-@floors
-@ways
+@fast_floors
+@few_ways
 def test_all_layers_changed_at_once_are_called(case: Case, floor: str, way: str) -> None:
     promise.check_changes(case, floor, way)
 
 
-@every
+@one_per_family
 @floors
+@pytest.mark.parametrize("way", promise.WAYS)
+def test_every_change_of_all_layers_is_honoured(case: Case, floor: str, way: str) -> None:
+    promise.check_changes(case, floor, way)
+
+
+@every
+@fast_floors
 def test_every_layer_hooked_alone_is_called(case: Case, floor: str) -> None:
     """One product of several layers must not be taken when any of them has a hook."""
     small = Case(name=case.name, config=promise.alone(case.config))
@@ -52,7 +65,7 @@ def test_every_layer_hooked_alone_is_called(case: Case, floor: str) -> None:
 
 
 @every
-@floors
+@fast_floors
 def test_backward_hooks_of_all_layers_change_the_gradients_before_them(case: Case, floor: str) -> None:
     promise.check_backward_hooks(case, floor)
 
@@ -64,7 +77,7 @@ def test_a_backward_hook_of_every_layer_alone_changes_the_gradients_before_it(ca
 
 
 @every
-@floors
+@fast_floors
 def test_every_module_is_entered_through_its_forward(case: Case, floor: str) -> None:
     promise.check_every_module_is_called(case, floor)
 

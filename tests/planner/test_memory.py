@@ -14,6 +14,7 @@ import trivium as tv
 from tests.cases import shrunk
 from trivium.config import load, overrides
 from trivium.errors import RequestError
+from trivium.fast.choose import FastOptions, for_training
 from trivium.models.config import ModelConfig
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import build
@@ -24,6 +25,7 @@ from trivium.planner.memory import Memory, free_host_memory, gigabytes, require_
 def kept_bytes(config: ModelConfig, rows: int, length: int) -> int:
     """What a forward pass keeps for its backward pass, each storage once, weights left out."""
     model = build(config, seed=0)
+    for_training(model, FastOptions())  # as a run does
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no address is used twice
