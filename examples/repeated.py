@@ -29,6 +29,7 @@ class Repeated:
     def build(self, config: ModelConfig, *, causal: bool) -> nn.Module:
         stack = PlainStack(self._plain(), config, causal=causal)
         stack.blocks = nn.ModuleList([stack.blocks[0]] * self.layers)
+        stack.positions, stack.position_of = stack.positions[:1], [0] * self.layers
         return stack
 
     def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:

@@ -11,7 +11,9 @@ from tests.oracle.copying import enliven
 from trivium.fast.choose import for_inference
 from trivium.generation.engine import stream
 from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
+from trivium.parts.options.positions import Shaw
 
 
 def config(layers: int = 3) -> ModelConfig:
@@ -28,6 +30,11 @@ def test_it_has_the_parameters_of_one_layer() -> None:
     one = build(ModelConfig(width=16, context=24, vocab=12, decoder=Stack(layers=1)))
     sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in (model(), one)]
     assert sizes[0] == sizes[1] == config().parameters() == config(7).parameters()
+
+
+def test_positions_of_every_layer_are_one_too() -> None:
+    shaw = ModelConfig(width=16, context=24, vocab=12, decoder=Repeated(layers=3, block=Block(position=Shaw())))
+    assert sum(parameter.numel() for parameter in build(shaw).parameters()) == shaw.parameters()
 
 
 def test_it_computes_one_block_as_often_as_it_says() -> None:

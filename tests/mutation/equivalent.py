@@ -6,7 +6,7 @@ Reasons = dict[tuple[str, str], str]
 
 ALIAS = "A name for a type, which only annotations use."
 LAST = "The tensor has two dimensions, so that 1 is the last one as -1 is."
-KERNEL = "Runs with Triton alone, where tests/parts/kernels/test_rank.py compares it with the sort."
+KERNEL = "Runs with Triton alone, where tests/kernels/test_rank.py compares it with the sort."
 TRITON = (
     "Without Triton the answer is False, whatever the tensor; with it this chooses between two ways to the same ids."
 )

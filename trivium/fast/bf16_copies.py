@@ -78,9 +78,10 @@ class Bf16Copies:
 
     def _attach(self, *, there: bool) -> None:
         for copy_OI, layers in self._copies:
-            hooked = any(_has_hooks(layer.weight) for layer in layers)  # a hook sees the gradient of its own weight
+            # a layer may have been parametrised since, and a hook sees the gradient of its own weight
+            usable = all(_is_trained(layer) and not _has_hooks(layer.weight) for layer in layers)
             for layer in layers:
-                layer.bf16_copy = copy_OI if there and not hooked else None
+                layer.bf16_copy = copy_OI if there and usable else None
 
     def gradients(self) -> list[Tensor]:
         """Of all copies that have one."""

@@ -38,7 +38,7 @@ class _Fast(VocabularyOutput):
         return is_fast(self.project) and working(hidden) != torch.float16
 
     def cross_entropy(self, hidden_ND: Tensor, labels_N: Tensor, smoothing: float) -> Tensor:
-        rows = _CHUNK // self.project.out_features
+        rows = _CHUNK // max(1, getattr(self.project, "out_features", 1))  # of a wrapper nobody knows
         if hidden_ND.device.type != "cpu" or not _LEAST <= rows < len(labels_N):
             return super().cross_entropy(hidden_ND, labels_N, smoothing)
         pairs = zip(torch.split(hidden_ND, rows), torch.split(labels_N, rows), strict=True)

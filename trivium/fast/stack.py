@@ -13,6 +13,7 @@ from trivium.fast.hooks import any_hooks
 from trivium.fast.masks import FastScoreMask
 from trivium.kernels.hardware import can_launch
 from trivium.models.stack import PlainStack
+from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache, Slots
 from trivium.parts.losses import WithLosses
 from trivium.parts.masks import AnyMask
@@ -77,4 +78,4 @@ class FastStack(PlainStack):
     def _has_dropout(self) -> bool:
         """Whether a layer drops attention weights, which our kernel does not."""
         mixers = (getattr(block, "attention", None) for block in self.blocks)
-        return any(getattr(mixer, "dropout", 0.0) > 0 for mixer in mixers)
+        return any(isinstance(mixer, MultiHeadAttention) and mixer.dropout > 0 for mixer in mixers)

@@ -12,6 +12,8 @@ from trivium.checkpoints import bundle
 from trivium.checkpoints.bundle import Bundle
 from trivium.checkpoints.model_files import has_model, require_place
 from trivium.errors import RequestError
+from trivium.fast.attention import FastAttention
+from trivium.fast.choose import PLAIN, fast, for_inference
 from trivium.files import exists_already
 from trivium.interop.foreign import Tick
 from trivium.models.transformer import Transformer, weights
@@ -43,6 +45,10 @@ def quantize(module: Transformer, bits: int, *, tick: Tick = lambda what, done, 
         raise RequestError(f"the model has {have}-bit weights already; quantise the one that it was made from")
     _require_finite(module)
     before = _size(module)
+    is_fast = any(type(part) in PLAIN for part in module.modules())
+    for part in module.modules():
+        if isinstance(part, FastAttention):
+            part.fused = None  # it holds the floats of three layers
     old = quantized.hollow(module, wanted)
     for done, (name, layer) in enumerate(old.items()):
         tick("quantise", done, len(old))
@@ -56,6 +62,8 @@ def quantize(module: Transformer, bits: int, *, tick: Tick = lambda what, done, 
         packed = quantized.pack(table, quantized.TABLE)
         quantized.unpack_into(table, packed)
         saved += table.nbytes - packed.levels.nbytes - packed.scales.nbytes
+    if is_fast:
+        fast(module)
     tick("quantise", len(old), len(old))
     floats = (name for name, tensor in weights(module).items() if tensor.is_floating_point() and name not in tables)
     size = _size(module)
@@ -115,7 +123,7 @@ def export_bits(
     before = score(found.module)
     report = quantize(found.module, bits, tick=tick)
     bundle.save(folder, found.module.config, weights(found.module), found.tokenizer, found.notes)
-    back = bundle.open_bundle(folder)
+    back = bundle.open_bundle(folder, lay=for_inference)
     return Export(
         report=report,
         size=sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),

@@ -2,7 +2,7 @@
 
 "Flash decoding": the keys of a row are split among programs so that a single row too fills the GPU; the last program
 of a row and group adds the parts up. Only what a row holds is read, and the heads of a group share that. Imported on
-CUDA only; `trivium.parts.cache.plainly` is the plain version.
+CUDA only; plain attention over `trivium.parts.cache.SlotMask` is the plain version.
 """
 
 # B rows, H query heads, G key/value heads, T new tokens, S longest length, E head size, P parts

@@ -34,7 +34,7 @@ class AnyStack(Protocol):
         """Whether its layers attend to the output of an encoder."""
 
     def build(self, config: ModelConfig, *, causal: bool) -> nn.Module | None:
-        """The module (`models.stack.StackModule`), None for a side that is not there."""
+        """The module, called as `models.stack.PlainStack`; None for a side that is not there."""
 
     def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
         """Every part of the side: its place below the side, and its cost there."""

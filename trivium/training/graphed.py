@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.errors import ConfigError
+from trivium.fast.hooks import any_hooks
 from trivium.generation.graphs import own_scratch
 from trivium.training.job import Job
 from trivium.training.oom import WeightsMoved, is_out_of_memory
@@ -98,8 +99,8 @@ class GraphedStep:
 
 def run_step(job: Job, step: TrainStep) -> EagerStep | GraphedStep:
     """What runs the steps of a job."""
-    # fp16 decides on the host what follows
-    graphed = job.recipe.compile == "graphs" and isinstance(job.scaler, Unscaled)
+    # fp16 decides on the host what follows, and a graph would call hooks only while it is captured
+    graphed = job.recipe.compile == "graphs" and isinstance(job.scaler, Unscaled) and not any_hooks(job.model)
     return GraphedStep(job, step) if graphed else EagerStep(job, step)
 
 
