@@ -82,7 +82,7 @@ def test_every_module_is_entered_through_its_forward(case: Case, floor: str) -> 
     promise.check_every_module_is_called(case, floor)
 
 
-DEFAULT = [(floor, "forward hook") for floor in ("plain", "for training")]  # to compile takes seconds
+DEFAULT = [("for training", "forward hook")]  # to compile takes seconds
 
 
 @one_per_family
@@ -99,6 +99,7 @@ def test_a_compiled_model_honours_changes(case: Case, floor: str, way: str, mome
     promise.check_compiled_hooks(case, floor, way, moment)
 
 
+@pytest.mark.full  # tests/fast/test_choose.py does it by default, in float64
 @every
 @pytest.mark.parametrize("floor", ["for training", "for inference"])
 def test_a_fast_model_computes_what_the_plain_one_does(case: Case, floor: str) -> None:
@@ -107,6 +108,7 @@ def test_a_fast_model_computes_what_the_plain_one_does(case: Case, floor: str) -
     assert not any(type(module) in FAST for module in model.modules())
 
 
+@pytest.mark.full  # tests/fast/test_choose.py does it for some of them by default
 @every
 def test_plain_takes_all_back(case: Case) -> None:
     """Classes, values, layout and attributes: nothing of the fast floor is left."""
