@@ -96,7 +96,7 @@ class LastTokens:
         self.last_BKD = self.last_BKD[rows]
 
     def roll_back(self, length: int) -> None:
-        raise NotImplementedError  # can_roll_back is False
+        raise AssertionError("can_roll_back is False, so no decoder asks for it")
 
     def nbytes(self) -> int:
         return self.last_BKD.nbytes

@@ -305,7 +305,7 @@ def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
 
 
 def headed(header: Any, size: int, extra: int = 0) -> bytes:
-    """A safetensors file with this header, made without a library, and so many bytes behind it."""
+    """A safetensors file with this header, written by hand, followed by this many bytes of data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) + extra).to_bytes(8, "little") + text + bytes(size)
 

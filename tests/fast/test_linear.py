@@ -1,4 +1,4 @@
-"""Fast linear layers: the products of the plain one, whoever computes them."""
+"""Every matmul path of `FastLinear` gives the output and the gradients of `Linear`."""
 
 from __future__ import annotations
 

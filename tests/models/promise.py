@@ -1,6 +1,6 @@
 """The promise of the two floors: hooks, wrappers and replaced children are honoured on every layer, plain and fast.
 
-The oracle is a plain model with the changed numbers written into its weights, which nobody hooks, wraps or re-classes.
+The oracle is a plain model with the changed numbers written into its weights, without hooks, wrappers or fast classes.
 """
 
 # B batch, T tokens, N labels, D width, O outputs of a layer
@@ -66,7 +66,7 @@ class Scaled(nn.Module):
 
 
 class Another(nn.Module):
-    """A layer of a class that nobody knows."""
+    """A linear layer of a class that the package does not define."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

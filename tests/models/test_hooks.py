@@ -1,6 +1,6 @@
 """Hooks, wrappers and parametrisations on any linear layer are honoured, whenever they were added.
 
-The oracle is a second, plain model with the doubled weights written into it, which nobody hooks or wraps.
+The oracle is a second, plain model with the doubled weights written into it, without hooks or wrappers.
 """
 
 from __future__ import annotations

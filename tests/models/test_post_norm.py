@@ -156,7 +156,7 @@ def test_all_but_the_first_part_of_each_side_read_two_outputs_of_a_norm(
 
 @needs_triton
 def test_a_compiled_model_gives_each_part_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler must see that a part is given what the norm before it has left; here the two are told apart."""
+    """A compiled block reads the output of the norm before it; a perturbed norm shows which tensor it read."""
     from trivium.kernels import postnorm
 
     def normed(x: Tensor, y: Tensor, bias: Tensor | None, weight: Tensor, shift: Tensor, eps: float) -> Any:
