@@ -11,8 +11,8 @@ from trivium.models.transformer import Transformer, build
 from trivium.optim.options import Optim
 from trivium.optim.stepper import Optimizer
 from trivium.parts.linear import Linear
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 
@@ -33,9 +33,9 @@ def some(*shapes: tuple[int, ...], seed: int = 0) -> nn.ParameterList:
 
 
 def small(seed: int = 0) -> Transformer:
-    block = Block(attention=MultiHead(heads=2, bias="all"))
+    block = Block(attention=MultiHeadOptions(heads=2, bias="all"))
     config = ModelConfig(
-        width=8, context=8, vocab=11, embedding=Tokens(tie="none"), decoder=Stack(layers=2, block=block)
+        width=8, context=8, vocab=11, embedding=TokenEmbeddingOptions(tie="none"), decoder=Stack(layers=2, block=block)
     )
     return build(config, seed=seed)
 

@@ -16,12 +16,12 @@ from trivium.models.transformer import Transformer, build
 from trivium.optim.adam import AdamStepper
 from trivium.optim.groups import trainable
 from trivium.optim.options import Adam, AdamW, Muon, Optim, Sgd
-from trivium.parts.boundary import BoundaryHead
+from trivium.parts.boundary import SpanBoundaryHead
 from trivium.parts.declared import EMBEDDING
 from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.linear import Linear
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.positions import Buckets, Shaw
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.positions import BucketOptions, ShawOptions
 from trivium.parts.positions.absolute import LearnedPositions
 from trivium.parts.positions.relative import BucketPositions, ShawPositions
 
@@ -44,7 +44,7 @@ def role(model: nn.Module, name: str) -> str:
     owner = model.get_submodule(name.rpartition(".")[0])
     if model.get_parameter(name).ndim < 2 or isinstance(owner, BucketPositions):
         return "vector"
-    if isinstance(owner, TokenEmbedding | LearnedPositions | ShawPositions | BoundaryHead):
+    if isinstance(owner, TokenEmbedding | LearnedPositions | ShawPositions | SpanBoundaryHead):
         return "embedding"
     assert isinstance(owner, Linear), name
     return "head" if owner.role == "head" else "matrix"
@@ -57,11 +57,14 @@ def spread(case: Case) -> Transformer:
         if not isinstance(stack, Stack):
             return stack
         assert isinstance(stack.block, Block)
-        variants = {"t5": replace(stack.block, position=Buckets()), "shaw": replace(stack.block, position=Shaw())}
+        variants = {
+            "t5": replace(stack.block, position=BucketOptions()),
+            "shaw": replace(stack.block, position=ShawOptions()),
+        }
         return replace(stack, layers=3, pattern=("", "t5", "shaw"), variants=variants)
 
     config = case.config
-    assert isinstance(config.embedding, Tokens)
+    assert isinstance(config.embedding, TokenEmbeddingOptions)
     return build(
         replace(
             config,

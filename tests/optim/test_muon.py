@@ -15,7 +15,7 @@ from trivium.optim.groups import trainable
 from trivium.optim.muon import orthogonal, products
 from trivium.optim.options import Muon
 from trivium.optim.stepper import Optimizer
-from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
 
 
 @pytest.mark.parametrize("shape", [(256, 64), (64, 256)])
@@ -103,7 +103,7 @@ def test_muon_moves_hidden_matrices_and_adamw_the_rest() -> None:
 
 def test_muon_needs_a_hidden_matrix() -> None:
     with pytest.raises(ConfigError, match="muon needs hidden matrices"):
-        Muon().build(Tokens().build(small().config.site()))
+        Muon().build(TokenEmbeddingOptions().build(small().config.site()))
 
 
 def test_a_compiled_step_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from trivium.checkpoints.model_files import TOKENIZER as TOKENIZER
 from trivium.checkpoints.model_files import WEIGHTS as WEIGHTS
 from trivium.checkpoints.model_files import home_of, identity, replace_model
 from trivium.checkpoints.store import Store
+from trivium.distributed import world
 from trivium.errors import CheckpointError, ConfigError, DataError
 from trivium.files import json_line, regular_inside, sha256, write_synced
 from trivium.models.config import ModelConfig
@@ -36,6 +37,7 @@ from trivium.parts.quantized import (
     pack,
     unpack_into,
 )
+from trivium.parts.sharded import fill
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 
 _TRIES = 5  # readings beside a process that saves again and again
@@ -56,8 +58,13 @@ def save(
 ) -> None:
     """Write a bundle in the place of the one that is there: whatever happens, one of the two is there, whole.
 
-    The weights of a quantised model are written as they are, its embeddings as 8-bit levels.
+    The weights of a quantised model are written as they are, its embeddings as 8-bit levels. Of sharded weights all
+    processes call this, and the first writes.
     """
+    if world.any_sharded({WEIGHTS: tensors}):
+        whole = world.gather_on_first({WEIGHTS: tensors})[WEIGHTS]
+        world.first_only(lambda: save(folder, config, whole, tokenizer, notes))
+        return
     bits, digest = _bits(tensors), tokenizer.digest  # a model without a tokenizer is refused before a file is made
     kept = stored(config, tensors) if bits else tensors
 
@@ -182,7 +189,7 @@ def _filled(shape: Transformer, tensors: Mapping[str, Tensor | Stored], lay: Lay
         if isinstance(source, Stored):
             source.pour(target)
         else:
-            target.copy_(source)
+            fill(target, source)
     return module.eval()
 
 

@@ -37,6 +37,7 @@ from trivium.checkpoints.manifest import (
 )
 from trivium.errors import CheckpointError, printable, shown
 from trivium.files import regular_inside, sha256, sync_file, sync_folder, temporary, write_synced
+from trivium.parts.sharded import fill, is_sharded, whole
 
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 _CHUNK = 1 << 20  # bytes of a tensor that are read at a time
@@ -94,10 +95,10 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def write_tensors(path: Path, group: Mapping[str, Tensor]) -> None:
-    """A safetensors file on the disk; a full disk is the plain OSError."""
+    """A safetensors file on the disk; a full disk is the plain OSError. Sharded tensors are gathered."""
     # A copy of each: safetensors refuses shared storages (tied weights) and strides.
     plain = {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        name: whole(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in group.items()
     }
     try:
@@ -173,8 +174,14 @@ class Stored(NamedTuple):
         return _KINDS.get(self.kind)
 
     def pour(self, target: Tensor) -> None:
-        """Fill a tensor of this shape, whatever its dtype, its layout and its device, a megabyte at a time."""
+        """Fill a tensor of this shape, whatever its dtype, its layout and its device, a megabyte at a time.
+
+        A sharded one is filled at once.
+        """
         assert self.dtype is not None
+        if is_sharded(target):
+            fill(target, self.read())
+            return
         rows, done = target if target.ndim else target[None], 0
         for piece in self.pieces():
             part = torch.frombuffer(piece, dtype=self.dtype).view(-1, *self.shape[1:])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trivium.checkpoints import format
 from trivium.checkpoints.manifest import Manifest, NewerFormat, manifest
+from trivium.distributed import world
 from trivium.errors import CheckpointError, ConfigError
 from trivium.files import remove, remove_leftovers, sync_folder, temporary
 
@@ -59,8 +60,25 @@ class Store:
     ) -> Path:
         """The checkpoint of `step`, on the disk when this returns; then older ones go.
 
-        `score` is the validation loss: lower is better. An OSError leaves all earlier checkpoints as they were.
+        `score` is the validation loss: lower is better. An OSError leaves all earlier checkpoints as they were. Of
+        sharded tensors all processes call this, and the first writes the same checkpoint as one process would.
         """
+        if not world.any_sharded(tensors):
+            return self._save(step, tensors, documents, score)
+        gathered = world.gather_on_first(tensors)
+        world.first_only(lambda: self._save(step, gathered, documents, score))
+        return self._path(step)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _save(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        documents: Mapping[str, Mapping[str, Any]],
+        score: float | None,
+    ) -> Path:
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True)
             sync_folder(self.folder.parent)
@@ -68,7 +86,7 @@ class Store:
         for item in self.checkpoints():
             if item.path.suffix == ".new":  # a process was killed in the middle of saving a step again
                 self._settle(item.path)
-        path = self.folder / f"step-{step:08d}"
+        path = self._path(step)
         first = path.with_name(f"{path.name}.new") if path.exists() else path
         format.write(first, step=step, tensors=tensors, documents=documents, notes={"score": score})
         if first != path:

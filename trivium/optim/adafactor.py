@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from trivium.optim.groups import Weight
 from trivium.optim.options import Adafactor
 from trivium.optim.stepper import Optimizer, State
+from trivium.parts.sharded import fill, is_sharded, whole
 
 
 class AdafactorStepper(Optimizer):
-    """One tensor after another: what a step needs besides the weights is small."""
+    """One tensor after another: what a step needs besides the weights is small.
+
+    Every process gathers a sharded weight and its gradient, since means and sizes are those of whole matrices; the
+    second moments are whole in each.
+    """
 
     def __init__(self, options: Adafactor, weights: Sequence[Weight]) -> None:
         super().__init__([weight.parameter for weight in weights])
@@ -39,15 +44,17 @@ class AdafactorStepper(Optimizer):
             if parameter.grad is None:
                 continue
             # zeros instead of what may not be finite: then a share of 0 leaves the means as they are
-            grad = torch.where(finite, parameter.grad, nothing)
+            grad, weight = torch.where(finite, whole(parameter.grad), nothing), whole(parameter.detach())
             kept = self.state.of[name]
             kept["step"] += finite
             share = (finite * kept["step"].clamp(min=1) ** -0.8).to(grad.dtype)
             update = grad * _inverse_root(kept, grad.square().add_(self.options.eps), share)
             update /= (_rms(update) / self.options.clip).clamp(min=1)
             if self.options.scale == "weight":
-                update *= _rms(parameter).clamp(min=self.options.least)
-            parameter.sub_(torch.where(finite, update * (self.options.rate * factor), nothing))
+                update *= _rms(weight).clamp(min=self.options.least)
+            weight.sub_(torch.where(finite, update * (self.options.rate * factor), nothing))
+            if is_sharded(parameter):
+                fill(parameter, weight)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()

@@ -10,22 +10,24 @@ from torch import Tensor, nn
 from trivium.optim.groups import Weight
 from trivium.optim.options import Adam, AdamW
 from trivium.optim.stepper import Optimizer, State
+from trivium.parts.sharded import is_sharded
 
 # 1 - beta^COUNT is 1 to the last bit, and in float32 COUNT + 1 is COUNT again.
 COUNT = 2.0**30
 
 
 class AdamStepper(Optimizer):
-    """torch's fused kernel over two groups per rate, decayed and not."""
+    """torch's fused kernel over two groups per rate, decayed and not; sharded weights are groups of their own."""
 
     def __init__(self, options: AdamW | Adam, weights: Sequence[Weight], rates: dict[str, float] | None = None) -> None:
         super().__init__([weight.parameter for weight in weights])
         rates = rates or {}
-        groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+        groups: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
         for weight in weights:
             decayed = weight.decayed and (options.decay_embeddings or weight.kind != "embedding")
-            groups.setdefault((decayed, rates.get(weight.name, options.rate)), []).append(weight.parameter)
-        self.peaks = [rate for _, rate in groups]
+            key = decayed, rates.get(weight.name, options.rate), is_sharded(weight.parameter)
+            groups.setdefault(key, []).append(weight.parameter)
+        self.peaks = [rate for _, rate, _ in groups]
         self.inner = torch.optim.Adam(
             [{"params": group, "weight_decay": options.decay if key[0] else 0.0} for key, group in groups.items()],
             lr=options.rate,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trivium.errors import CheckpointError
 from trivium.optim.groups import trainable
 from trivium.optim.options import Ema
+from trivium.parts.sharded import fill, is_sharded, own_shard
 
 
 class Average(Protocol):
@@ -66,6 +67,7 @@ class MovingAverage:
         self.options = options
         self.names = {weight.name: weight.parameter for weight in trainable(model)}
         self.shadow = {name: parameter.detach().to(torch.float32, copy=True) for name, parameter in self.names.items()}
+        self.sharded = any(is_sharded(parameter) for parameter in self.names.values())
         self.compiled, self._follow = False, _follow
 
     def share(self, step: int) -> float:
@@ -77,7 +79,11 @@ class MovingAverage:
             return
         if self.compiled and not isinstance(share, Tensor):  # a number would be a constant of the program
             share = torch.full((), share, device=finite.device)
-        self._follow([*self.shadow.values()], [*self.names.values()], share, finite)
+        averaged: list[Tensor] = [*self.shadow.values()]
+        weights: list[Tensor] = [*self.names.values()]
+        if self.sharded:
+            averaged, weights = [own_shard(one) for one in averaged], [own_shard(one) for one in weights]
+        self._follow(averaged, weights, share, finite)
 
     def compile(self) -> None:
         self.compiled, self._follow = True, torch.compile(_follow, dynamic=False)
@@ -113,7 +119,7 @@ class MovingAverage:
                     f"not {list(tensor.shape)}"
                 )
         for name, tensor in self.shadow.items():
-            tensor.copy_(tensors[name])
+            fill(tensor, tensors[name])
 
 
 def _follow(shadow: list[Tensor], weights: list[Tensor], share: float | Tensor, finite: Tensor) -> None:

@@ -16,6 +16,7 @@ from trivium.optim.adam import AdamStepper
 from trivium.optim.groups import Weight, trainable
 from trivium.optim.options import AdamW, Muon
 from trivium.optim.stepper import Both, Optimizer, State
+from trivium.parts.sharded import fill, whole
 
 
 def build_muon(options: Muon, model: nn.Module) -> Optimizer:
@@ -57,7 +58,28 @@ class MuonStepper(Optimizer):
             parameters: list[Tensor] = [self.names[name] for name in group]
             momenta = [self.momenta[name] for name in group]
             grads = [_gradient(parameter) for parameter in parameters]
-            self._move(self.options, parameters, momenta, grads, rate, finite, products(grads[0]))
+            if self.sharded:
+                self._move_gathered(parameters, momenta, grads, rate, finite)
+            else:
+                self._move(self.options, parameters, momenta, grads, rate, finite, products(grads[0]))
+
+    def _move_gathered(
+        self,
+        parameters: list[Tensor],
+        momenta: list[Tensor],
+        grads: list[Tensor],
+        rate: float | Tensor,
+        finite: Tensor,
+    ) -> None:
+        """One step of sharded matrices: all processes gather those of a shape, move them alike, and keep their shards.
+
+        Orthogonal is a property of whole matrices.
+        """
+        moved, held, given = ([whole(one) for one in each] for each in (parameters, momenta, grads))
+        self._move(self.options, moved, held, given, rate, finite, products(given[0]))
+        for own, new in zip((*parameters, *momenta), (*moved, *held), strict=True):
+            if own is not new:
+                fill(own, new)
 
     def compile(self) -> None:
         # One program for each shape: all that is not a matrix product in a few passes over memory. Without fullgraph:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from trivium.optim.groups import Weight
 from trivium.optim.options import Sgd
 from trivium.optim.stepper import Optimizer, State
+from trivium.parts.sharded import own_shard
 
 
 class SgdStepper(Optimizer):
@@ -19,28 +22,31 @@ class SgdStepper(Optimizer):
         super().__init__([weight.parameter for weight in weights])
         self.options = options
         self.decayed = [weight.parameter for weight in weights if weight.decayed and options.decay]
-        self.inner = torch.optim.SGD(
-            [weight.parameter for weight in weights],
-            lr=options.rate,
-            momentum=options.momentum,
-            nesterov=options.form == "nesterov",
-            fused=True,
-        )
         moving = weights if options.momentum else ()
         self.state = State({w.name: {"velocity": torch.zeros_like(w.parameter)} for w in moving})
-        for weight in moving:
-            self.inner.state[weight.parameter] = {"momentum_buffer": self.state.of[weight.name]["velocity"]}
+        self.velocities = {w.parameter: self.state.of[w.name]["velocity"] for w in moving}
 
     @torch.no_grad()
     def step(self, factor: float | Tensor, finite: Tensor) -> None:
         rate = self.options.rate * factor
-        decayed: list[Tensor] = [parameter for parameter in self.decayed if parameter.grad is not None]
+        moving = [parameter for parameter in self.parameters if parameter.grad is not None]
+        decayed: list[Tensor] = [own_shard(parameter) for parameter in self.decayed if parameter.grad is not None]
         if decayed:
             torch._foreach_mul_(decayed, 1.0 - finite.float() * (rate * self.options.decay))
-        self.inner.param_groups[0]["lr"] = rate
-        # the fused kernel's own switch, meant for loss scaling: with 1 here it leaves everything as it is
-        self.inner.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
-        self.inner.step()
+        sgd(
+            [own_shard(parameter) for parameter in moving],  # torch would not divide the kernel itself
+            [own_shard(gradient) for gradient in self.gradients()],
+            [own_shard(self.velocities[parameter]) if self.velocities else None for parameter in moving],
+            fused=True,
+            # the kernel's own switch, meant for loss scaling: with 1 here it leaves everything as it is
+            found_inf=1.0 - finite.float(),
+            lr=cast(float, rate),  # a tensor too, which its annotation does not say
+            momentum=self.options.momentum,
+            nesterov=self.options.form == "nesterov",
+            weight_decay=0.0,
+            dampening=0.0,
+            maximize=False,
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         return self.state.tensors()

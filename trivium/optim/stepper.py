@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.errors import CheckpointError
-from trivium.optim.clipping import clip_factor, global_norm
+from trivium.parts.sharded import fill, is_sharded, own_shard, whole
 
 
 class Optimizer(ABC):
@@ -26,6 +26,7 @@ class Optimizer(ABC):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters  # in the model's order, which the bits of a norm depend on
+        self.sharded = any(is_sharded(parameter) for parameter in parameters)  # among processes, all or some of them
 
     @abstractmethod
     def step(self, factor: float | Tensor, finite: Tensor) -> None:
@@ -47,9 +48,10 @@ class Optimizer(ABC):
     def clip(self, limit: float) -> Tensor:
         """The global gradient norm before clipping; gradients are scaled down to `limit` (0: left alone)."""
         gradients = self.gradients()
-        norm = global_norm(gradients)
+        norm = global_norm(gradients, sharded=self.sharded)
         if limit:
-            torch._foreach_mul_(gradients, clip_factor(norm, limit))
+            scaled = [own_shard(gradient) for gradient in gradients] if self.sharded else gradients
+            torch._foreach_mul_(scaled, clip_factor(norm, limit))
         return norm
 
     def working_weights(self, micro_batches: int) -> AbstractContextManager[None]:
@@ -90,7 +92,7 @@ class State:
                     f"not {list(tensor.shape)}: it belongs to another model"
                 )
         for name, key, tensor in self._each():
-            tensor.copy_(tensors[f"{name}.{key}"])
+            fill(tensor, tensors[f"{name}.{key}"])
 
     def _each(self) -> Iterator[tuple[str, str, Tensor]]:
         return ((name, key, tensor) for name, kept in self.of.items() for key, tensor in kept.items())
@@ -117,3 +119,21 @@ class Both(Optimizer):
     def load(self, tensors: dict[str, Tensor]) -> None:
         for optimizer in self.pair:
             optimizer.load(tensors)
+
+
+def global_norm(gradients: Sequence[Tensor], *, sharded: bool = False) -> Tensor:
+    """The norm over all gradients; where some are `sharded` that of the whole ones, the same in every process."""
+    return _gathered_norm(gradients) if sharded else torch.nn.utils.get_total_norm(gradients)
+
+
+def _gathered_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The same of DTensors and other tensors together, which torch adds up only apart."""
+    parts = [[one for one in gradients if is_sharded(one) == apart] for apart in (False, True)]
+    norms = [whole(torch.nn.utils.get_total_norm(part)) for part in parts if part]
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of this norm are multiplied by, so that it is at most `limit`."""
+    # a norm that is not finite makes the gradients useless, but then the guard allows no update
+    return (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trivium.distributed import world
+
 
 class FiniteGuard:
     """Decides on the device, without waiting for it, whether an update may move the weights.
@@ -16,15 +18,18 @@ class FiniteGuard:
     def __init__(self, policy: str, device: torch.device) -> None:
         self.policy = policy
         self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.processes = world.size()
 
     def check(self, loss: Tensor, norm: Tensor, overflow: bool = False) -> Tensor:
-        """True on the device if loss and gradient norm are finite (and, to `stop`, always were).
+        """True on the device if loss and gradient norm are finite (and, to `stop`, always were), in every process.
 
         An fp16 `overflow` allows no update either, but is nothing to stop for.
         """
         if overflow:
             return torch.zeros_like(self.finite)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
+        if self.processes > 1:  # else one would move its shards and another not: a loss is each one's own
+            finite = world.agreed(finite)
         if self.policy == "stop":
             finite = finite & self.finite
             self.finite.copy_(finite)  # in place: a recorded step finds it where it was

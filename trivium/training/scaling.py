@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trivium.parts.sharded import own_shard
+
 START, PATIENCE = 2.0**16, 2000
 
 
@@ -68,7 +70,7 @@ class Dynamic:
         return loss * self.scale
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [own_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, 1 / self.scale)
 
     def overflowed(self, loss: Tensor, norm: Tensor) -> bool:
