@@ -15,8 +15,8 @@ from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer
-from trivium.parts.options.feedforward import Mlp
-from trivium.parts.options.norms import LayerNorm
+from trivium.parts.options.feedforward import MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
 
 SMOOTHING = 0.1
 
@@ -35,8 +35,8 @@ class TorchTransformer(nn.Module):
         super().__init__()
         block = _block(config)
         feed, norm = block.feedforward, block.norm
-        assert isinstance(feed, Mlp)
-        assert isinstance(norm, LayerNorm)
+        assert isinstance(feed, MlpOptions)
+        assert isinstance(norm, LayerNormOptions)
         shape: dict[str, Any] = {
             "d_model": config.width,
             "nhead": block.attention.heads,

@@ -24,7 +24,7 @@ from trivium.objectives.objective import Task
 from trivium.objectives.options import Causal, Denoise, Masked, Objective, Seq2Seq
 from trivium.optim.options import AdamW
 from trivium.optim.schedules import Constant
-from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.attention import MultiHeadOptions
 from trivium.parts.site import NoPart
 from trivium.text.kinds import Bpe, Bytes
 from trivium.training.context import RunContext
@@ -118,7 +118,7 @@ def _biased(stack: Any) -> Stack:
     changes: dict[str, Any] = {
         name: replace(part, bias="all")
         for name in ("attention", "cross")
-        if isinstance(part := getattr(block, name), MultiHead)
+        if isinstance(part := getattr(block, name), MultiHeadOptions)
     }
     return replace(stack, block=replace(block, **changes))
 

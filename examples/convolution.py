@@ -2,7 +2,7 @@
 
 It trains, decodes token by token, in batches and in beams, without an edit anywhere else:
 
-    Stack(block=Block(attention=Convolution(kernel=4), position=NoPositions()))
+    Stack(block=Block(attention=Convolution(kernel=4), position=NoPositionOptions()))
 """
 
 # B batch, T tokens, K taps of the kernel, D width

@@ -21,6 +21,7 @@ from trivium.parts.declared import Declared
 from trivium.parts.declared import matrix as matrices
 from trivium.parts.linear import Linear
 from trivium.parts.losses import Loss, WithLosses
+from trivium.parts.mixers import Context
 from trivium.parts.site import Cost, Site, matrix
 
 
@@ -54,14 +55,17 @@ class ExpertFeedForward(nn.Module):
         self.up_EFD = nn.Parameter(torch.empty(options.experts, hidden, width))
         self.down_EDF = nn.Parameter(torch.empty(options.experts, width, hidden))
 
-    def forward(self, x_BTD: Tensor) -> WithLosses:
+    def forward(self, x_BTD: Tensor, ctx: Context | None = None) -> WithLosses:
         probability_BTE = self.router(x_BTD).float().softmax(-1)
         best_BT1 = probability_BTE.argmax(-1, keepdim=True)
         chosen_BTE = torch.zeros_like(probability_BTE).scatter(-1, best_BT1, 1.0)
         hidden_BTEF = torch.einsum("btd,efd->btef", x_BTD, self.up_EFD).relu()
         gate_BTE = (chosen_BTE * probability_BTE).to(x_BTD.dtype)
         y_BTD = torch.einsum("bte,btef,edf->btd", gate_BTE, hidden_BTEF, self.down_EDF)
-        # E * sum_e (share of tokens) * (mean probability): 1 if tokens are spread evenly; times tokens, as a sum
-        tokens, experts = x_BTD.shape[0] * x_BTD.shape[1], len(self.up_EFD)
-        value = experts * (chosen_BTE.mean((0, 1)) * probability_BTE.mean((0, 1))).sum()
-        return WithLosses(y_BTD, {"balance": Loss(value * tokens, "tokens", self.balance)})
+        # E * sum_e (share of tokens) * (mean probability): 1 if tokens are spread evenly; padding does not count
+        real_BT = None if ctx is None else ctx.real
+        chosen_NE, probability_NE = (
+            one.flatten(0, 1) if real_BT is None else one[real_BT] for one in (chosen_BTE, probability_BTE)
+        )
+        value = len(self.up_EFD) * (chosen_NE.mean(0) * probability_NE.mean(0)).sum()
+        return WithLosses(y_BTD, {"balance": Loss(value * len(x_BTD), "sequences", self.balance)})

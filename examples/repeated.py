@@ -26,7 +26,7 @@ class Repeated:
     def reads_source(self) -> bool:
         return self._plain().reads_source
 
-    def build(self, config: ModelConfig, *, causal: bool) -> nn.Module:
+    def build(self, config: ModelConfig, *, causal: bool, encoder: nn.Module | None) -> nn.Module:
         stack = PlainStack(self._plain(), config, causal=causal)
         stack.blocks = nn.ModuleList([stack.blocks[0]] * self.layers)
         stack.positions, stack.position_of = stack.positions[:1], [0] * self.layers

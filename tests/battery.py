@@ -20,14 +20,14 @@ from tests.cases import CONTEXT, VOCAB, WIDTH, Case
 from trivium.checkpoints.bundle import open_bundle, save
 from trivium.config import flat, load, overrides
 from trivium.fast.choose import for_inference
-from trivium.models.config import AnyStack, ModelConfig, Stack
+from trivium.models.config import AnyStack, BlockStack, ModelConfig
 from trivium.models.options import AnyBlock
 from trivium.models.transformer import Transformer, build, load_weights, weights
 from trivium.objectives.causal import restarting
 from trivium.parts.attention import MultiHeadAttention
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.output import NoOutput
-from trivium.parts.options.positions import Rotary
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.output import NoOutputOptions
+from trivium.parts.options.positions import RotaryOptions
 from trivium.parts.site import NoPart
 from trivium.text.kinds import Bytes
 
@@ -42,13 +42,13 @@ class Exemption:
 
 
 def _plain(attention: object) -> bool:
-    return isinstance(attention, MultiHead) and attention.norm == "none"
+    return isinstance(attention, MultiHeadOptions) and attention.norm == "none"
 
 
 EXEMPT = (
     Exemption(
         parameter=".attention.key.bias",
-        when=lambda block: _plain(block.attention) and not isinstance(block.position, Rotary),
+        when=lambda block: _plain(block.attention) and not isinstance(block.position, RotaryOptions),
         reason="it adds the same number to all scores of a query, which softmax ignores, unless keys are turned "
         "by their position or normed",
     ),
@@ -95,7 +95,7 @@ def logits(model: Transformer, tokens_BT: Tensor, **inputs: Any) -> Tensor:
 
 
 def mute(config: ModelConfig) -> bool:
-    return isinstance(config.output, NoOutput)
+    return isinstance(config.output, NoOutputOptions)
 
 
 def close(actual: Tensor, expected: Tensor, within: float) -> None:
@@ -182,7 +182,7 @@ def check_no_leak_by_gradient(case: Case) -> None:
 
 def _reach(case: Case) -> int:
     """How far back a token can see through all layers of the decoder."""
-    assert isinstance(case.config.decoder, Stack)
+    assert isinstance(case.config.decoder, BlockStack)
     windows = [block.attention.window or CONTEXT for block in case.config.decoder.blocks()]
     return sum(window - 1 for window in windows)
 
@@ -360,4 +360,4 @@ def check_compiled(case: Case, backend: str) -> None:
 
 def _shallow(stack: AnyStack) -> AnyStack:
     """As few layers as show all blocks: compiling costs a second per layer."""
-    return replace(stack, layers=max(1, len(stack.pattern))) if isinstance(stack, Stack) else stack
+    return replace(stack, layers=max(1, len(stack.pattern))) if isinstance(stack, BlockStack) else stack

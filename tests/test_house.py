@@ -10,8 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "trivium"
 ROWS = (
-    ("errors", "labels", "layers", "outside", "suggest", "threads", "config_write"),  # needs nothing of the others
-    ("files",),  # bounded reads, for those below
+    ("errors", "labels", "layers", "outside", "renamed", "threads", "config_write"),  # needs nothing of the others
+    ("files", "suggest"),  # bounded reads, for those below
     ("records",),
     ("config_read",),
     ("config", "report", "stats"),

@@ -15,6 +15,7 @@ import trivium as tv
 from trivium.errors import CheckpointError
 from trivium.parts.declared import VECTOR
 from trivium.parts.linear import Linear
+from trivium.parts.mixers import Context
 from trivium.parts.site import Cost, Site, matrix
 from trivium.training.recipe import Recipe
 
@@ -66,7 +67,7 @@ class MaxoutNetwork(nn.Module):
         self.up = Linear(width, 2 * hidden, bias=False, role="up")
         self.down = Linear(hidden, width, bias=False, role="down")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
         one, other = self.up(x).chunk(2, dim=-1)
         result: Tensor = self.down(torch.maximum(one, other))
         return result

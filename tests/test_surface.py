@@ -23,7 +23,7 @@ from trivium.handle import Model
 from trivium.models.config import Stack
 from trivium.models.options import Block
 from trivium.objectives.options import Masked
-from trivium.parts.options.norms import RMSNorm
+from trivium.parts.options.norms import RMSNormOptions
 from trivium.text.kinds import Bytes
 
 SMALL: dict[str, Any] = {
@@ -216,7 +216,7 @@ def test_a_cell_that_is_run_again_with_other_settings_says_what_it_does(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OwnNorm(RMSNorm):
+class OwnNorm(RMSNormOptions):
     """A part of another package."""
 
 

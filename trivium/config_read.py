@@ -9,17 +9,20 @@ from typing import Any
 
 from trivium.errors import ConfigError
 from trivium.files import read_inside, read_regular
-from trivium.records import TOML_BYTES, parse_toml
+from trivium.records import ABOUT, CONFIG, METRICS, TOML_BYTES, parse_toml
+from trivium.renamed import update
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The table in a TOML file of at most 4 MiB that a user named."""
-    return _read(path, lambda: read_regular(path, TOML_BYTES))
+    """The table in a TOML file of at most 4 MiB that a user named; a run's own may hold old keys."""
+    table = _read(path, lambda: read_regular(path, TOML_BYTES))
+    in_run = path.name == CONFIG and any((path.parent / name).exists() for name in (ABOUT, METRICS))
+    return update(table) if in_run else table
 
 
-def read_of(folder: Path, name: str = "config.toml") -> dict[str, Any]:
-    """The same of a file in a run's folder, which must not be a link that leads out of it."""
-    return _read(folder / name, lambda: read_inside(folder, name, TOML_BYTES))
+def read_of(folder: Path) -> dict[str, Any]:
+    """The settings of a run, old keys by their new names; the file must not be a link that leads out of its folder."""
+    return update(_read(folder / CONFIG, lambda: read_inside(folder, CONFIG, TOML_BYTES)))
 
 
 def _read(path: Path, content: Callable[[], bytes]) -> dict[str, Any]:

@@ -38,6 +38,14 @@ def as_path(value: str | os.PathLike[str]) -> Path:
     raise RequestError(f"{shown(value)} is not a path; give the name of a file or folder")
 
 
+def is_file(path: Path) -> bool:
+    """Whether it is a regular file; a name that no file can have, such as one that is too long, is not."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """An OSError of a write or a sync, which names no file, names `path`."""

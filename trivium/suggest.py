@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from trivium.renamed import answer
+
 _SHOWN = 5  # suggestions in one sentence
 _FEW = 12  # names that are listed when none of them is near
 
@@ -36,6 +38,9 @@ def nearest(name: str, names: Iterable[object]) -> str:
 
 def setting(unknown: Unknown, keys: Sequence[str]) -> str:
     """The sentence about a key that is no setting; `keys` are all settings and places of the configuration."""
+    known = {*unknown.siblings, *(name for names in unknown.kinds.values() for name in names)}
+    if told := answer(unknown.table, unknown.name, known):
+        return told
     said = f"{unknown.typed}: is not a setting"
     if other := _other_side(unknown.typed, keys):
         return f"{said}{_ask([other])}"

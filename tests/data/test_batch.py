@@ -21,7 +21,7 @@ def test_a_batch_moves_as_a_whole(device: str) -> None:
     assert {name: tensor.device.type for name, tensor in tensors.items()} == dict.fromkeys(
         ("tokens", "prefix", "labels", "where"), device
     )
-    assert moved.counts == {"tokens": 5}
+    assert moved.counts == {"tokens": 5, "sequences": 2}
     if device != "meta":  # where tensors have no values
         again = moved.to(device).to("cpu")
         for name, tensor in {**batch().inputs, **batch().targets}.items():

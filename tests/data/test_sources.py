@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trivium.data.config import DataConfig
+from trivium.data.shards import built_shards
 from trivium.data.sources import (
     Piece,
     Source,
@@ -289,3 +290,11 @@ def test_a_path_that_will_be_cut_in_two_trains_the_tokenizer_too(tmp_path: Path,
     paths = tuple(str(tmp_path / name) for name in "abc")
     seen = list(texts(DataConfig(paths=paths, valid=0.05, weights=weights), read=quiet))
     assert seen == (words if weights else words[:2])
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "folder/" * 2000])
+def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(DataError, match=r"^data\.paths: .*File name too long; name another file$") as refused:
+        files([name])
+    assert len(str(refused.value)) < 400
+    assert built_shards(DataConfig(paths=(name,))) is None

@@ -16,7 +16,7 @@ from trivium.evaluation.likelihood import Score, score_ids, score_many, score_te
 from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.positions import Learned, Position, Rotary
+from trivium.parts.options.positions import LearnedOptions, Position, RotaryOptions
 from trivium.text.kinds import Bytes
 
 END = 256
@@ -32,7 +32,7 @@ def small(position: Position) -> Transformer:
     return model
 
 
-MODELS = {"learned": small(Learned()), "rotary": small(Rotary())}
+MODELS = {"learned": small(LearnedOptions()), "rotary": small(RotaryOptions())}
 
 
 def random_ids(length: int) -> list[int]:

@@ -9,13 +9,17 @@ import torch
 
 import trivium as tv
 from examples.experts import ExpertFeedForward, Experts
-from trivium.models.config import ModelConfig, Stack
+from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import build
+from trivium.objectives.options import Masked
 from trivium.optim.groups import trainable
 from trivium.optim.options import Muon
 from trivium.parts.init import FanIn
 from trivium.parts.losses import WithLosses
+from trivium.parts.masks import Mask, ScoreMask
+from trivium.parts.mixers import Context
+from trivium.parts.positions import Positions
 
 CONFIG = ModelConfig(
     width=16, context=24, vocab=64, decoder=Stack(layers=2, block=Block(feedforward=Experts(experts=3)))
@@ -56,7 +60,40 @@ def test_the_balance_of_even_experts_is_one() -> None:
         part.down_EDF.normal_()
     output = part(torch.randn(2, 5, 8))
     assert isinstance(output, WithLosses)
-    assert float(output.losses["balance"].sum.detach()) / 10 == pytest.approx(1.0)
+    assert output.losses["balance"].over == "sequences"
+    assert float(output.losses["balance"].sum.detach()) / 2 == pytest.approx(1.0)
+
+
+def test_a_masked_objective_reports_the_balance_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A statistic of the batch is not divided by the labels, which are 15 % of the positions here."""
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "play.txt"
+    text.write_text("to be or not to be that is the question " * 100)
+    experts = Stack(layers=1, block=Block(feedforward=Experts(experts=1, hidden=8)))
+    model = ModelConfig(width=16, context=24, vocab=0, encoder=experts, decoder=NoStack())
+    small = {"data.paths": [str(text)], "budget.steps": 3, "batch.rows": 6, "batch.micro": 4, "tokenizer": "bytes"}
+    more = {"device": "cpu", "threads": 1, "precision": "fp32", "sample.every": 0}
+    run = tv.train(tv.Recipe(name="masked", model=model, objective=Masked()), overrides={**small, **more})
+    assert run.metrics
+    for row in run.metrics:
+        assert row["losses"]["balance"] == pytest.approx(1.0)  # of a single expert, whatever the batch
+
+
+def test_padding_does_not_count_in_the_balance() -> None:
+    part = ExpertFeedForward(Experts(experts=4), 8, 8)
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.normal_()
+    x_BTD = torch.randn(2, 5, 8)
+    real_BT = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    mask = ScoreMask(Mask(padding=real_BT), 5, 5, x_BTD.device)
+    ctx = Context(mask=mask, position=Positions(), at=torch.arange(5)[None])
+    other = x_BTD.masked_fill(~real_BT[..., None], 100.0)
+    assert ctx.real is not None
+    assert torch.equal(ctx.real, real_BT)
+    losses = [float(part(x, ctx).losses["balance"].sum.detach()) for x in (x_BTD, other)]
+    assert losses[0] == pytest.approx(losses[1])
+    assert losses[0] != pytest.approx(float(part(other).losses["balance"].sum.detach()))
 
 
 def test_its_loss_reaches_the_log_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

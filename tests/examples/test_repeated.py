@@ -13,7 +13,7 @@ from trivium.generation.engine import stream
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.positions import Shaw
+from trivium.parts.options.positions import ShawOptions
 
 
 def config(layers: int = 3) -> ModelConfig:
@@ -33,7 +33,7 @@ def test_it_has_the_parameters_of_one_layer() -> None:
 
 
 def test_positions_of_every_layer_are_one_too() -> None:
-    shaw = ModelConfig(width=16, context=24, vocab=12, decoder=Repeated(layers=3, block=Block(position=Shaw())))
+    shaw = ModelConfig(width=16, context=24, vocab=12, decoder=Repeated(layers=3, block=Block(position=ShawOptions())))
     assert sum(parameter.numel() for parameter in build(shaw).parameters()) == shaw.parameters()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trivium.fast.choose import fast
 from trivium.kernels.hardware import INTERPRETED
+from trivium.models.transformer import Transformer
 from trivium.parts.masks import Mask, ScoreMask
 from trivium.parts.mixers import Context
 from trivium.parts.positions import Positions
@@ -54,6 +55,15 @@ def as_near(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Te
         off, most = ((tensor.double() - right).norm().item() for tensor in (one, other))
         least = share * right.norm().item() + 1e-5
         assert off <= room * most + least, f"tensor {at} is off by {off:.3g}, the plain one by {most:.3g}"
+
+
+def narrow(model: Transformer) -> Transformer:
+    """The plain model with a bf16 residual stream, as fast stacks have it: the rest is what the two differ by."""
+    other = copy.deepcopy(model)
+    for side in (other.encoder, other.decoder):
+        if side is not None:
+            side.register_forward_pre_hook(lambda module, given: (given[0].to(torch.bfloat16), *given[1:]))
+    return other
 
 
 def context(

@@ -22,25 +22,25 @@ from trivium.fast.masks import FastScoreMask
 from trivium.kernels.hardware import INTERPRETED
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.masks import Mask
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.positions import Alibi, Buckets, Position, Rotary, Shaw
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.positions import AlibiOptions, BucketOptions, Position, RotaryOptions, ShawOptions
 from trivium.parts.positions import Positions
 from trivium.parts.site import Site
 
 SITE = Site(width=24, context=16, heads=4, head=6, value=6)
 OPTIONS = [
-    MultiHead(heads=4),
-    MultiHead(heads=4, bias="all"),
-    MultiHead(heads=4, bias="inputs", norm="rms"),
-    MultiHead(heads=4, groups=2, bias="all"),
-    MultiHead(heads=4, groups=1),
-    MultiHead(heads=4, head=6, value=10),
-    MultiHead(heads=4, scale="none"),
+    MultiHeadOptions(heads=4),
+    MultiHeadOptions(heads=4, bias="all"),
+    MultiHeadOptions(heads=4, bias="inputs", norm="rms"),
+    MultiHeadOptions(heads=4, groups=2, bias="all"),
+    MultiHeadOptions(heads=4, groups=1),
+    MultiHeadOptions(heads=4, head=6, value=10),
+    MultiHeadOptions(heads=4, scale="none"),
 ]
-PLACES: list[Position | None] = [None, Rotary(), Shaw(distance=2), Buckets(), Alibi()]
+PLACES: list[Position | None] = [None, RotaryOptions(), ShawOptions(distance=2), BucketOptions(), AlibiOptions()]
 
 
-def made(options: MultiHead, site: Site = SITE, *, small: float = 0.4) -> MultiHeadAttention:
+def made(options: MultiHeadOptions, site: Site = SITE, *, small: float = 0.4) -> MultiHeadAttention:
     part = drawn(options.build(site))
     assert isinstance(part, MultiHeadAttention)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def made(options: MultiHead, site: Site = SITE, *, small: float = 0.4) -> MultiH
     return part
 
 
-def placed(position: Position | None, options: MultiHead) -> Positions:
+def placed(position: Position | None, options: MultiHeadOptions) -> Positions:
     value = options.value or 6
     return (
         Positions()
@@ -77,7 +77,7 @@ PADDING = torch.tensor([[True] * 7, [False, False, True, True, True, True, True]
     "mask", [Mask(), Mask(causal=True), Mask(causal=True, padding=PADDING), Mask(causal=True, window=3)], ids=range(4)
 )
 def test_values_and_gradients_are_those_of_the_plain_layer(
-    options: MultiHead, position: Position | None, mask: Mask
+    options: MultiHeadOptions, position: Position | None, mask: Mask
 ) -> None:
     plain = made(options).double()
     part, x_BTD, scheme = fast_copy(plain), random(2, 7, 24).double(), placed(position, options).double()
@@ -95,7 +95,7 @@ def test_values_and_gradients_are_those_of_the_plain_layer(
 @pytest.mark.parametrize("bias", ["all", "none"])
 @pytest.mark.parametrize("width", [24, 10])
 def test_cross_attention_is_that_of_the_plain_layer(bias: Literal["all", "none"], width: int) -> None:
-    plain = made(MultiHead(heads=4, bias=bias), Site(width=24, context=16, source=width)).double()
+    plain = made(MultiHeadOptions(heads=4, bias=bias), Site(width=24, context=16, source=width)).double()
     part, x_BTD, source_BSD = fast_copy(plain), random(2, 5, 24).double(), random(2, 9, width, seed=1).double()
     assert isinstance(part, FastAttention)
     source_BSD.requires_grad_()
@@ -117,7 +117,7 @@ def test_on_a_cpu_training_in_bfloat16_is_as_near_to_float64_as_the_plain_layer(
 ) -> None:
     """It attends in float32 there, whose backward pass is the faster one."""
     site = Site(width=24, context=16, source=24) if crossed else SITE
-    options = MultiHead(heads=4, bias="all")
+    options = MultiHeadOptions(heads=4, bias="all")
     plain, scheme = made(options, site), placed(position, options)
     part, x_BTD = fast_copy(plain), random(2, 7, 24)
     source_BSD = random(2, 9, 24, seed=1) if crossed else None
@@ -135,7 +135,7 @@ def test_on_a_cpu_training_in_bfloat16_is_as_near_to_float64_as_the_plain_layer(
 @pytest.mark.parametrize("bias", ["all", "none"])
 @pytest.mark.parametrize("groups", [0, 2])
 def test_the_fused_storage_holds_the_weights_themselves(bias: Literal["all", "none"], groups: int) -> None:
-    part = fast_copy(made(MultiHead(heads=4, bias=bias, groups=groups)))
+    part = fast_copy(made(MultiHeadOptions(heads=4, bias=bias, groups=groups)))
     assert isinstance(part, FastAttention)
     before = {name: parameter.detach().clone() for name, parameter in part.named_parameters()}
     part.fuse_qkv()
@@ -156,7 +156,7 @@ def test_the_fused_storage_is_left_where_the_layers_have_other_weights_or_someth
     x_BTD, mask = random(2, 5, 24), Mask(causal=True)
 
     def changed(change: Callable[[MultiHeadAttention], object]) -> FastAttention:
-        plain = made(MultiHead(heads=4, bias="all"))
+        plain = made(MultiHeadOptions(heads=4, bias="all"))
         part = fast_copy(plain)
         assert isinstance(part, FastAttention)
         part.fuse_qkv()
@@ -187,7 +187,7 @@ def test_the_fused_storage_is_left_where_the_layers_have_other_weights_or_someth
 
 @pytest.mark.parametrize("gone", ["copied", "moved"])
 def test_copies_and_moves_drop_the_fused_storage(gone: str) -> None:
-    plain = made(MultiHead(heads=4, bias="all"))
+    plain = made(MultiHeadOptions(heads=4, bias="all"))
     part = fast_copy(plain)
     assert isinstance(part, FastAttention)
     for_inference(part)
@@ -223,13 +223,13 @@ def test_one_product_has_the_values_and_gradients_of_three(
         return whole(packed, bias, heads)
 
     monkeypatch.setattr(parted, "cut", counted)
-    options = MultiHead(
+    options = MultiHeadOptions(
         heads=4,
         groups=2 if case == "grouped" else 0,
         bias="none" if case == "no bias" else "all",
         norm="rms" if case == "normed" else "none",
     )
-    schemes: dict[str, Position] = {"turned": Rotary(), "shaw": Shaw(distance=3)}
+    schemes: dict[str, Position] = {"turned": RotaryOptions(), "shaw": ShawOptions(distance=3)}
     position = schemes.get(case)
     plain = made(options, Site(width=64, context=24, heads=4, head=16, value=16), small=0.2).to(DEVICE).train()
     scheme = Positions()
@@ -265,8 +265,8 @@ def test_a_trained_bias_goes_through_our_kernel_with_the_gradients_of_the_plain_
     length = 64 if INTERPRETED else 114
     site = Site(width=32, context=128, heads=2, head=16, value=16, causal=causal)
     plain, scheme = (
-        made(MultiHead(heads=2), site, small=0.2).to(DEVICE).train(),
-        drawn(Buckets().build(site)).to(DEVICE),
+        made(MultiHeadOptions(heads=2), site, small=0.2).to(DEVICE).train(),
+        drawn(BucketOptions().build(site)).to(DEVICE),
     )
     part, x_BTD = fast_copy(plain), random(2, length, 32, seed=7).to(DEVICE)
     padding = torch.arange(length, device=DEVICE).expand(2, -1) < torch.tensor([[length], [length - 9]], device=DEVICE)

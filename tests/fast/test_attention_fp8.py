@@ -22,8 +22,8 @@ from trivium.kernels import fp8
 from trivium.kernels.hardware import INTERPRETED
 from trivium.parts.attention import MultiHeadAttention, split_heads
 from trivium.parts.masks import Mask
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.positions import Rotary
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.positions import RotaryOptions
 from trivium.parts.positions import Positions
 from trivium.parts.site import Site
 
@@ -34,7 +34,7 @@ CASES = ["bare", "no bias", "turned", "normed", "odd", "frozen"]
 
 def narrow(case: str, device: str = "cpu") -> tuple[FastAttention, Positions, Tensor]:
     """A layer in training with products in float8, its positions and its input."""
-    options = MultiHead(
+    options = MultiHeadOptions(
         heads=2, bias="none" if case == "no bias" else "all", norm="rms" if case == "normed" else "none"
     )
     part = fast_copy(made(options, SITE).to(device)).train()
@@ -43,7 +43,7 @@ def narrow(case: str, device: str = "cpu") -> tuple[FastAttention, Positions, Te
     if case == "frozen":
         for layer in (part.query, part.key, part.value):
             layer.requires_grad_(False)
-    position = Rotary().build(SITE).to(device) if case == "turned" else Positions()
+    position = RotaryOptions().build(SITE).to(device) if case == "turned" else Positions()
     return part, position, random(2, 5 if case == "odd" else 8, 32, seed=7).to(device)
 
 

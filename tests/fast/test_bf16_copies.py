@@ -8,24 +8,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.launch import DEVICE, GPU, needs_triton
-from trivium.fast.attention import FastAttention
+from tests.kernels.launch import DEVICE, needs_triton
 from trivium.fast.bf16_copies import Bf16Copies
 from trivium.fast.choose import FastOptions, for_training
 from trivium.fast.linear import FastLinear
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build, load_weights, weights
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.feedforward import FeedForward, Glu, Mlp
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.feedforward import FeedForward, GluOptions, MlpOptions
 
-FEEDS: dict[str, FeedForward] = {"mlp": Mlp(), "relu": Mlp(activation="relu", bias=False), "glu": Glu(hidden=48)}
+FEEDS: dict[str, FeedForward] = {
+    "mlp": MlpOptions(),
+    "relu": MlpOptions(activation="relu", bias=False),
+    "glu": GluOptions(hidden=48),
+}
 
 
 def made(feed: FeedForward, groups: int = 0, bias: bool = True, device: str = "cpu") -> Transformer:
-    seen = MultiHead(heads=4, groups=groups, bias="all" if bias else "none")
+    seen = MultiHeadOptions(heads=4, groups=groups, bias="all" if bias else "none")
     block = Block(attention=seen, feedforward=feed)
-    both = Block(attention=seen, feedforward=feed, cross=MultiHead(heads=4))
+    both = Block(attention=seen, feedforward=feed, cross=MultiHeadOptions(heads=4))
     side, other = Stack(layers=2, block=block), Stack(layers=2, block=both)
     model = build(ModelConfig(width=32, context=16, vocab=50, encoder=side, decoder=other), seed=1, device=device)
     for_training(model, FastOptions())
@@ -68,23 +71,17 @@ def test_gradients_are_those_of_the_weights_to_the_bit(feed: str, groups: int, d
 
 @needs_triton
 def test_where_one_product_makes_several_layers_so_does_their_twin() -> None:
-    model = made(Glu(hidden=48), bias=False, device=DEVICE)
+    model = made(GluOptions(hidden=48), bias=False, device=DEVICE)
     twins = Bf16Copies(model)
     backward(model, twins)
     own = {id(layer.weight) for layer in model.modules() if isinstance(layer, FastLinear) and layer.role != "head"}
     apart = {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
-    crossed = {  # together on a GPU only
-        id(layer.weight)
-        for module in model.modules()
-        if isinstance(module, FastAttention) and module.crossed
-        for layer in (module.key, module.value)
-    }
-    assert own & apart == (set() if GPU else crossed)
+    assert not own & apart
     assert own - apart
 
 
 def test_outside_of_a_training_step_nobody_meets_them() -> None:
-    model = made(Mlp())
+    model = made(MlpOptions())
     twins = Bf16Copies(model)
     backward(model, None)
     assert not list(twins.pairs())
@@ -106,7 +103,7 @@ def test_outside_of_a_training_step_nobody_meets_them() -> None:
 
 
 def test_what_is_written_into_the_weights_is_taken_over() -> None:
-    model, other = made(Mlp()), made(Mlp())
+    model, other = made(MlpOptions()), made(MlpOptions())
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
@@ -126,7 +123,7 @@ def test_what_is_written_into_the_weights_is_taken_over() -> None:
 
 def test_after_others_have_moved_the_weights_nothing_is_taken_for_granted() -> None:
     """A recorded step moves them again and again, and torch does not count what a fused optimizer writes."""
-    model = made(Mlp())
+    model = made(MlpOptions())
     twins = Bf16Copies(model)
     backward(model, None)
     twins.mark_stale()
@@ -139,7 +136,7 @@ def test_after_others_have_moved_the_weights_nothing_is_taken_for_granted() -> N
 
 
 def test_what_is_frozen_or_dropped_has_none() -> None:
-    model = made(Mlp())
+    model = made(MlpOptions())
     for layer in model.modules():
         if isinstance(layer, FastLinear) and layer.role == "down":
             layer.weight.requires_grad_(False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fast.compare import as_near
+from tests.fast.compare import as_near, narrow
 from tests.kernels.launch import DEVICE, needs_triton
 from tests.parts.drawing import random
 from trivium.fast.block import FastBlock, TwoReaders
@@ -18,25 +18,35 @@ from trivium.fast.stack import FastStack
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.feedforward import FeedForward, Glu, Mlp
-from trivium.parts.options.norms import LayerNorm, Norm
-from trivium.parts.options.residual import Post
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.feedforward import FeedForward, GluOptions, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions, Norm
+from trivium.parts.options.residual import PostOptions
 
-FEEDS: dict[str, FeedForward] = {"mlp": Mlp(), "glu": Glu(hidden=48, bias=True), "no bias": Mlp(bias=False)}
+FEEDS: dict[str, FeedForward] = {
+    "mlp": MlpOptions(),
+    "glu": GluOptions(hidden=48, bias=True),
+    "no bias": MlpOptions(bias=False),
+}
 
 
-def made(feed: str, norm: Norm | None = None, lock: float = 0.0) -> Transformer:
+def made(feed: str, norm: Norm | None = None, rate: float = 0.0) -> Transformer:
     """Encoder and decoder of post-norm blocks on the device of the kernels, with lively weights."""
-    attention = MultiHead(heads=4, bias="none" if feed == "no bias" else "all")
-    block = Block(attention=attention, feedforward=FEEDS[feed], residual=Post(), norm=norm or LayerNorm(), lock=lock)
+    attention = MultiHeadOptions(heads=4, bias="none" if feed == "no bias" else "all")
+    block = Block(
+        attention=attention,
+        feedforward=FEEDS[feed],
+        residual=PostOptions(),
+        norm=norm or LayerNormOptions(),
+        variational_dropout=rate,
+    )
     crossed = Block(
         attention=attention,
         cross=attention,
         feedforward=FEEDS[feed],
-        residual=Post(),
-        norm=norm or LayerNorm(),
-        lock=lock,
+        residual=PostOptions(),
+        norm=norm or LayerNormOptions(),
+        variational_dropout=rate,
     )
     sides = Stack(layers=2, block=block), Stack(layers=2, block=crossed)
     model = build(ModelConfig(width=32, context=16, vocab=50, encoder=sides[0], decoder=sides[1]), seed=1)
@@ -62,7 +72,8 @@ def compared(plain: Transformer, change: Any = None) -> None:
     fast, wide = copy.deepcopy(plain), copy.deepcopy(plain).double()
     for_training(fast, FastOptions())
     assert any(type(module) is FastBlock for module in fast.modules())
-    plain.stream = fast.stream = torch.bfloat16
+    fast.residual_dtype = torch.bfloat16
+    plain = narrow(plain)
     for model in (plain, fast, wide):
         if change is not None:
             change(model)
@@ -77,7 +88,7 @@ def test_a_step_is_as_near_to_float64_as_that_of_plain_blocks(feed: str) -> None
 
 @needs_triton
 def test_a_norm_without_a_bias_and_recomputed_blocks_have_the_same_gradients() -> None:
-    compared(made("mlp", LayerNorm(bias=False)))
+    compared(made("mlp", LayerNormOptions(bias=False)))
 
     def recomputed(model: Transformer) -> None:
         model.recompute = True
@@ -105,7 +116,7 @@ def test_two_readers_are_those_of_the_last_norm_alone() -> None:
 
 
 def test_on_a_cpu_a_fast_stack_of_fast_blocks_gives_what_the_plain_one_gives() -> None:
-    plain = made("mlp", lock=0.2).cpu()
+    plain = made("mlp", rate=0.2).cpu()
     fast = copy.deepcopy(plain)
     for_training(fast, FastOptions())
     assert type(fast.encoder) is FastStack

@@ -130,7 +130,7 @@ SOME = [
         "decoder: glu with bias",
         "encoder: masked head",
         "encoder-decoder: biases",
-        "encoder-decoder: shared stacks",
+        "encoder-decoder: stack tied",
         "decoder: mixed",
         "decoder: qk-norm",
     )

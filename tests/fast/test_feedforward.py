@@ -20,7 +20,7 @@ from tests.parts.drawing import FORMULAS, drawn, random
 from trivium.fast.feedforward import FastGlu, FastMlp
 from trivium.kernels import fp8
 from trivium.parts.activations import ACTIVATIONS
-from trivium.parts.options.feedforward import Activation, Glu, Mlp
+from trivium.parts.options.feedforward import Activation, GluOptions, MlpOptions
 from trivium.parts.site import Site
 
 SITE = Site(width=16, context=8)
@@ -34,10 +34,13 @@ def test_the_activations_that_have_kernels_have_a_way_without_them_in_float8() -
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_values_and_gradients_are_those_of_the_plain_network(activation: Activation, bias: bool) -> None:
-    for options in (Mlp(hidden=24, activation=activation, bias=bias), Glu(hidden=24, activation=activation, bias=bias)):
+    for options in (
+        MlpOptions(hidden=24, activation=activation, bias=bias),
+        GluOptions(hidden=24, activation=activation, bias=bias),
+    ):
         plain = drawn(options.build(SITE)).double().train()
         part, x = fast_copy(plain), random(2, 5, 16).double()
-        assert type(part) is (FastMlp if isinstance(options, Mlp) else FastGlu)
+        assert type(part) is (FastMlp if isinstance(options, MlpOptions) else FastGlu)
         found, expected = (outcome(one, x, list(one.parameters())) for one in (part, plain))
         close(found, expected, 1e-12)
         with torch.no_grad():
@@ -45,9 +48,15 @@ def test_values_and_gradients_are_those_of_the_plain_network(activation: Activat
 
 
 @pytest.mark.parametrize(
-    "options", [Mlp(dropout=0.5), Glu(hidden=24, dropout=0.5), Mlp(lock=0.5), Glu(hidden=24, lock=0.5)]
+    "options",
+    [
+        MlpOptions(dropout=0.5),
+        GluOptions(hidden=24, dropout=0.5),
+        MlpOptions(variational_dropout=0.5),
+        GluOptions(hidden=24, variational_dropout=0.5),
+    ],
 )
-def test_dropout_falls_on_the_hidden_layer_as_in_the_plain_network(options: Mlp | Glu) -> None:
+def test_dropout_falls_on_the_hidden_layer_as_in_the_plain_network(options: MlpOptions | GluOptions) -> None:
     plain = drawn(options.build(SITE)).train()
     part, x, results = fast_copy(plain), random(2, 5, 16), []
     for one in (part, plain):
@@ -59,7 +68,7 @@ def test_dropout_falls_on_the_hidden_layer_as_in_the_plain_network(options: Mlp 
 
 def parts(bias: bool = True) -> list[nn.Module]:
     """Plain networks whose fast ones go by the kernels in bfloat16."""
-    options = (Mlp(hidden=48, activation="gelu", bias=bias), Glu(hidden=48, bias=bias))
+    options = (MlpOptions(hidden=48, activation="gelu", bias=bias), GluOptions(hidden=48, bias=bias))
     return [drawn(one.build(SITE)).to(DEVICE).train() for one in options]
 
 
@@ -76,7 +85,10 @@ def in_bfloat16(part: nn.Module, x: Tensor) -> Tensor:
 def test_in_bfloat16_the_kernels_are_as_near_to_float64_as_the_plain_network(
     activation: Activation, bias: bool, way: str
 ) -> None:
-    for options in (Mlp(hidden=48, activation=activation, bias=bias), Glu(hidden=48, activation=activation, bias=bias)):
+    for options in (
+        MlpOptions(hidden=48, activation=activation, bias=bias),
+        GluOptions(hidden=48, activation=activation, bias=bias),
+    ):
         plain = drawn(options.build(SITE)).to(DEVICE).train()
         part, x, wide = fast_copy(plain), random(4, 8, 16, seed=5).to(DEVICE), copy.deepcopy(plain).double()
         torch._dynamo.reset()
@@ -171,14 +183,14 @@ def test_what_is_not_bfloat16_training_goes_the_plain_way() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        Mlp(hidden=208, activation="gelu"),
-        Mlp(bias=False),
-        Mlp(hidden=208, activation="relu"),
-        Mlp(activation="relu", bias=False),
-        Glu(bias=True),
+        MlpOptions(hidden=208, activation="gelu"),
+        MlpOptions(bias=False),
+        MlpOptions(hidden=208, activation="relu"),
+        MlpOptions(activation="relu", bias=False),
+        GluOptions(bias=True),
     ],
 )
-def test_on_a_gpu_bits_repeat_and_steps_can_be_recorded(options: Mlp | Glu) -> None:
+def test_on_a_gpu_bits_repeat_and_steps_can_be_recorded(options: MlpOptions | GluOptions) -> None:
     plain = drawn(options.build(Site(width=64, context=50))).cuda().train()
     part, x, wide = fast_copy(plain), random(3, 50, 64).cuda(), copy.deepcopy(plain).double()
     leaves = list(part.parameters())

@@ -17,13 +17,13 @@ from trivium.fast.linear import use_fp8
 from trivium.kernels import fp8
 from trivium.kernels.hardware import INTERPRETED
 from trivium.parts.linear import Linear
-from trivium.parts.options.feedforward import Glu, Mlp
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
 from trivium.parts.site import Site
 
 NARROW = Site(width=32, context=16)
 
 
-def taught(options: Mlp | Glu) -> FastMlp | FastGlu:
+def taught(options: MlpOptions | GluOptions) -> FastMlp | FastGlu:
     """A part in training whose products are in float8."""
     part = drawn(options.build(NARROW)).train()
     fast(part)
@@ -67,8 +67,10 @@ def made8(part: FastMlp | FastGlu, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("options", [Mlp(activation="gelu"), Mlp(activation="relu2"), Glu(hidden=48, bias=True)])
-def test_in_float8_a_part_is_its_products_and_its_activation(options: Mlp | Glu, way: str) -> None:
+@pytest.mark.parametrize(
+    "options", [MlpOptions(activation="gelu"), MlpOptions(activation="relu2"), GluOptions(hidden=48, bias=True)]
+)
+def test_in_float8_a_part_is_its_products_and_its_activation(options: MlpOptions | GluOptions, way: str) -> None:
     part = taught(options)
     compiled = torch.compile(part, backend="aot_eager", fullgraph=True) if way == "compiled" else None
     found, expected = outcome(part, call=compiled), outcome(part, call=lambda x: made8(part, x))
@@ -98,8 +100,11 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_a_hidden_layer_is_rounded_once_unless_it_is_dropped_from(rounded: list[bool]) -> None:
-    for loss, lock in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5)):
-        for options in (Mlp(dropout=loss, lock=lock), Glu(hidden=48, dropout=loss, lock=lock)):
+    for loss, whole in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5)):
+        for options in (
+            MlpOptions(dropout=loss, variational_dropout=whole),
+            GluOptions(hidden=48, dropout=loss, variational_dropout=whole),
+        ):
             part = taught(options)
             torch.manual_seed(0)
             outcome(part.eval())
@@ -121,7 +126,7 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("name", ["up", "down", "gate"])
 def test_layers_with_something_around_them_are_called_in_float8_too(name: str, rounded: list[bool]) -> None:
-    part = taught(Glu(hidden=48, bias=True))
+    part = taught(GluOptions(hidden=48, bias=True))
     expected = outcome(part)
     setattr(part, name, Wrapped(getattr(part, name)))
     rounded.clear()
@@ -133,14 +138,14 @@ def test_layers_with_something_around_them_are_called_in_float8_too(name: str, r
 
 
 def test_sizes_that_do_not_fit_and_no_rows_go_in_bfloat16(rounded: list[bool]) -> None:
-    for options in (Mlp(), Glu(hidden=48)):
+    for options in (MlpOptions(), GluOptions(hidden=48)):
         part = taught(options)
         for rows in (0, 10):
             use_fp8(part, False)
             plain = outcome(part, rows)
             use_fp8(part, True)
             assert same(outcome(part, rows), plain)
-    odd = taught(Mlp(hidden=40))  # neither product fits
+    odd = taught(MlpOptions(hidden=40))  # neither product fits
     plain = outcome(odd)
     use_fp8(odd, False)
     assert same(outcome(odd), plain)
@@ -148,7 +153,7 @@ def test_sizes_that_do_not_fit_and_no_rows_go_in_bfloat16(rounded: list[bool]) -
 
 
 def test_without_a_gradient_or_autocast_nothing_is_in_float8(rounded: list[bool]) -> None:
-    part, x = taught(Glu(hidden=48)), random(2, 8, 32)
+    part, x = taught(GluOptions(hidden=48)), random(2, 8, 32)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         quiet = part(x)
     loud = part(x)
@@ -159,8 +164,8 @@ def test_without_a_gradient_or_autocast_nothing_is_in_float8(rounded: list[bool]
     assert not rounded
 
 
-@pytest.mark.parametrize("options", [Mlp(), Glu(hidden=48, bias=True)])
-def test_frozen_weights_leave_the_other_gradients_as_they_are(options: Mlp | Glu) -> None:
+@pytest.mark.parametrize("options", [MlpOptions(), GluOptions(hidden=48, bias=True)])
+def test_frozen_weights_leave_the_other_gradients_as_they_are(options: MlpOptions | GluOptions) -> None:
     part = taught(options)
     result, grad_x, *grads = outcome(part)
     for frozen, _ in list(part.named_parameters()):
@@ -175,8 +180,12 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 @needs_fp8
-@pytest.mark.parametrize("options", [Mlp(hidden=208), Mlp(activation="silu"), Glu(hidden=208, bias=True)])
-def test_on_a_gpu_the_kernels_are_as_near_to_float64_as_one_product_after_another(options: Mlp | Glu) -> None:
+@pytest.mark.parametrize(
+    "options", [MlpOptions(hidden=208), MlpOptions(activation="silu"), GluOptions(hidden=208, bias=True)]
+)
+def test_on_a_gpu_the_kernels_are_as_near_to_float64_as_one_product_after_another(
+    options: MlpOptions | GluOptions,
+) -> None:
     part = drawn(options.build(Site(width=64, context=48))).cuda().train()
     fast(part)
     assert isinstance(part, FastMlp | FastGlu)

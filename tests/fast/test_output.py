@@ -15,20 +15,20 @@ from trivium.fast.choose import fast
 from trivium.fast.linear import use_fp8
 from trivium.fast.output import FastMaskedOutput, FastSoftmaxOutput
 from trivium.labels import IGNORED
-from trivium.parts.options.output import MaskedHead, Softmax
+from trivium.parts.options.output import MaskedOutputOptions, SoftmaxOptions
 from trivium.parts.output import SoftmaxOutput, VocabularyOutput
 from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8, vocab=11)
-OPTIONS: list[Softmax | MaskedHead] = [
-    Softmax(),
-    Softmax(cap=5.0, scale="root", bias=True),
-    Softmax(bias=True, fixed=True),
-    MaskedHead(),
+OPTIONS: list[SoftmaxOptions | MaskedOutputOptions] = [
+    SoftmaxOptions(),
+    SoftmaxOptions(cap=5.0, scale="root", bias=True),
+    SoftmaxOptions(bias=True, fixed=True),
+    MaskedOutputOptions(),
 ]
 
 
-def built(options: Softmax | MaskedHead) -> VocabularyOutput:
+def built(options: SoftmaxOptions | MaskedOutputOptions) -> VocabularyOutput:
     part = drawn(options.build(SITE, None))
     assert isinstance(part, VocabularyOutput)
     return part
@@ -37,7 +37,7 @@ def built(options: Softmax | MaskedHead) -> VocabularyOutput:
 def large(number: int) -> tuple[SoftmaxOutput, Tensor, Tensor]:
     """A fast output over 8,192 ids, of which chunks have 512 rows, with states and labels."""
     generator = torch.Generator().manual_seed(number)
-    output = cast(SoftmaxOutput, Softmax().build(Site(width=8, context=8, vocab=8192), None))
+    output = cast(SoftmaxOutput, SoftmaxOptions().build(Site(width=8, context=8, vocab=8192), None))
     nn.init.normal_(output.project.weight, generator=generator)
     fast(output)
     assert type(output) is FastSoftmaxOutput
@@ -86,7 +86,7 @@ def test_smoothing_in_chunks_spreads_a_share_of_each_label_evenly(share: float) 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("launched", marks=needs_triton)])
 def test_logits_losses_and_gradients_are_those_of_the_plain_output(
-    options: Softmax | MaskedHead, smoothing: float, device: str
+    options: SoftmaxOptions | MaskedOutputOptions, smoothing: float, device: str
 ) -> None:
     plain = built(options).to(DEVICE if device == "launched" else device)
     output = fast_copy(plain)
@@ -111,7 +111,7 @@ def test_logits_losses_and_gradients_are_those_of_the_plain_output(
 
 
 def test_dropout_falls_once_for_the_loss_too() -> None:
-    part = built(Softmax(dropout=0.5)).train()
+    part = built(SoftmaxOptions(dropout=0.5)).train()
     fast(part)
     hidden, labels = random(5, 6), torch.tensor([3, IGNORED, 0, 10, 7])
     torch.manual_seed(0)
@@ -122,14 +122,14 @@ def test_dropout_falls_once_for_the_loss_too() -> None:
 
 
 def test_float16_keeps_the_plain_loss_whose_gradients_its_scale_reaches() -> None:
-    part, hidden, labels = built(Softmax()), random(4, 6).requires_grad_(), torch.tensor([3, 1, 0, 10])
+    part, hidden, labels = built(SoftmaxOptions()), random(4, 6).requires_grad_(), torch.tensor([3, 1, 0, 10])
     fast(part)
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(part.loss(hidden, labels), part.nll(hidden, labels).sum())
 
 
-@pytest.mark.parametrize("options", [Softmax(bias=True), MaskedHead()], ids=repr)
-def test_hooks_on_the_output_and_on_its_matrix_see_every_use(options: Softmax | MaskedHead) -> None:
+@pytest.mark.parametrize("options", [SoftmaxOptions(bias=True), MaskedOutputOptions()], ids=repr)
+def test_hooks_on_the_output_and_on_its_matrix_see_every_use(options: SoftmaxOptions | MaskedOutputOptions) -> None:
     hidden, labels = random(5, 6), torch.tensor([3, IGNORED, 0, 10, 7])
     for name in ("", "project"):
         plain = built(options)
@@ -145,7 +145,7 @@ def test_hooks_on_the_output_and_on_its_matrix_see_every_use(options: Softmax | 
 
 
 def test_logits_in_float8_are_near_the_plain_ones() -> None:
-    output = cast(SoftmaxOutput, drawn(Softmax().build(Site(width=32, context=8, vocab=96), None)))
+    output = cast(SoftmaxOutput, drawn(SoftmaxOptions().build(Site(width=32, context=8, vocab=96), None)))
     with torch.no_grad():
         output.project.weight.mul_(0.2)
     fast(output)

@@ -11,7 +11,7 @@ from tests.fast.compare import close, fast_copy, outcome
 from tests.kernels.launch import needs_gpu
 from tests.parts.drawing import drawn, random
 from trivium.fast.positions import FastBucketPositions, FastRotaryPositions, sum_of_rows
-from trivium.parts.options.positions import Buckets, Rotary
+from trivium.parts.options.positions import BucketOptions, RotaryOptions
 from trivium.parts.options.scaling import NoScaling, Scaling, Yarn
 from trivium.parts.positions import BucketPositions
 from trivium.parts.site import Site
@@ -27,7 +27,7 @@ Layout = Literal["halves", "interleaved"]
 def test_turns_and_their_gradients_are_those_of_the_plain_way(
     layout: Layout, share: float, scaling: Scaling, dtype: torch.dtype
 ) -> None:
-    plain = Rotary(layout=layout, share=share, scaling=scaling).build(SITE)
+    plain = RotaryOptions(layout=layout, share=share, scaling=scaling).build(SITE)
     part, at = fast_copy(plain), torch.tensor([[3, 8, 0], [1, 2, 3]])
     assert isinstance(part, FastRotaryPositions)
     prepared = plain.prepare(at, at)
@@ -42,7 +42,7 @@ def test_turns_and_their_gradients_are_those_of_the_plain_way(
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_gradients_of_turns_are_those_of_finite_differences(share: float) -> None:
-    part = fast_copy(Rotary(share=share).build(SITE))
+    part = fast_copy(RotaryOptions(share=share).build(SITE))
     prepared = part.prepare(torch.tensor([[3, 8]]), torch.tensor([[3, 8]]))
     x_BHTE = random(1, 2, 2, 8).double().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: part.rotate(x, prepared), x_BHTE)
@@ -51,7 +51,7 @@ def test_gradients_of_turns_are_those_of_finite_differences(share: float) -> Non
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("learning", [True, False])
 def test_a_head_of_another_size_is_never_turned_in_part(share: float, learning: bool) -> None:
-    part, at = fast_copy(Rotary(share=share).build(SITE)), torch.tensor([[3]])
+    part, at = fast_copy(RotaryOptions(share=share).build(SITE)), torch.tensor([[3]])
     with pytest.raises(RuntimeError, match="size"), torch.set_grad_enabled(learning):
         part.rotate(random(1, 2, 1, 16), part.prepare(at, at))
 
@@ -73,7 +73,7 @@ def test_a_table_read_by_sums_is_a_lookup() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_buckets_have_the_biases_and_gradients_of_the_plain_ones(device: str, compiled: bool) -> None:
-    plain = drawn(Buckets().build(SITE)).to(device)
+    plain = drawn(BucketOptions().build(SITE)).to(device)
     part = fast_copy(plain)
     assert isinstance(part, FastBucketPositions)
     assert isinstance(plain, BucketPositions)

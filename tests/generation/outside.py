@@ -19,8 +19,8 @@ from trivium.parts.cache import LayerCache
 from trivium.parts.declared import VECTOR
 from trivium.parts.linear import Linear
 from trivium.parts.mixers import Context
-from trivium.parts.options.attention import Attention, MultiHead, Shape
-from trivium.parts.options.positions import Learned, NoPositions
+from trivium.parts.options.attention import Attention, MultiHeadOptions, Shape
+from trivium.parts.options.positions import LearnedOptions, NoPositionOptions
 from trivium.parts.site import Cost, NoPart, Site, matrix
 
 
@@ -125,8 +125,8 @@ def made(
     """A decoder with this mixer; with an encoder's mixer too an encoder-decoder; an encoder if that is all."""
     both = decoder is not None and encoder is not None
     # a convolution knows the order of tokens, a mean does not
-    position = NoPositions() if isinstance(decoder or encoder, LightConv) else Learned()
-    cross = MultiHead(heads=2) if both else NoPart()
+    position = NoPositionOptions() if isinstance(decoder or encoder, LightConv) else LearnedOptions()
+    cross = MultiHeadOptions(heads=2) if both else NoPart()
     model = build(
         ModelConfig(
             width=16,

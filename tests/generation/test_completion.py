@@ -19,8 +19,8 @@ from trivium.generation.text import Completion, Transcript, complete, stream_tex
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.positions import Rotary
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.positions import RotaryOptions
 from trivium.text.kinds import Bpe, Bytes, Chars, EndOfWordBpe, Unigram, WordPiece
 from trivium.text.pieces import Joint
 from trivium.text.tokenizer import Tokenizer
@@ -42,8 +42,8 @@ def small(vocab: int) -> Transformer:
         width=32,
         context=48,
         vocab=vocab,
-        embedding=Tokens(tie="none"),
-        decoder=Stack(layers=2, block=Block(position=Rotary())),
+        embedding=TokenEmbeddingOptions(tie="none"),
+        decoder=Stack(layers=2, block=Block(position=RotaryOptions())),
     )
     model = build(config, seed=1)
     with torch.no_grad():

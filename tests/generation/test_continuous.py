@@ -29,9 +29,17 @@ from trivium.models.transformer import Transformer, build
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import Cache, LayerCache, SlotMask, Slots
 from trivium.parts.masks import ScoreMask
-from trivium.parts.options.attention import MultiHead, Shape
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.positions import Alibi, Both, Buckets, Learned, Position, Rotary, Shaw
+from trivium.parts.options.attention import MultiHeadOptions, Shape
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.positions import (
+    AlibiOptions,
+    BothOptions,
+    BucketOptions,
+    LearnedOptions,
+    Position,
+    RotaryOptions,
+    ShawOptions,
+)
 from trivium.parts.site import Site
 
 VOCAB, CONTEXT, END = 61, 24, 7
@@ -47,10 +55,14 @@ SAMPLINGS = (
 
 
 def small(position: Position, *, groups: int = 0, window: int = 0) -> Transformer:
-    attention = MultiHead(heads=4, groups=groups, bias="all", window=window)
+    attention = MultiHeadOptions(heads=4, groups=groups, bias="all", window=window)
     block = Block(attention=attention, position=position, dropout=0.3)
     config = ModelConfig(
-        width=32, context=CONTEXT, vocab=VOCAB, embedding=Tokens(tie="none"), decoder=Stack(layers=2, block=block)
+        width=32,
+        context=CONTEXT,
+        vocab=VOCAB,
+        embedding=TokenEmbeddingOptions(tie="none"),
+        decoder=Stack(layers=2, block=block),
     )
     model = build(config, seed=1)
     with torch.no_grad():  # a fresh model says little
@@ -60,15 +72,15 @@ def small(position: Position, *, groups: int = 0, window: int = 0) -> Transforme
 
 
 MODELS = {
-    "learned": small(Learned()),
-    "rotary": small(Rotary()),
-    "grouped": small(Rotary(), groups=2),
-    "multi-query": small(Learned(), groups=1),
-    "window": small(Rotary(), window=5),
-    "alibi": small(Alibi()),
-    "t5": small(Buckets()),
-    "shaw": small(Shaw(distance=4)),
-    "both": small(Both(relative=Buckets())),
+    "learned": small(LearnedOptions()),
+    "rotary": small(RotaryOptions()),
+    "grouped": small(RotaryOptions(), groups=2),
+    "multi-query": small(LearnedOptions(), groups=1),
+    "window": small(RotaryOptions(), window=5),
+    "alibi": small(AlibiOptions()),
+    "t5": small(BucketOptions()),
+    "shaw": small(ShawOptions(distance=4)),
+    "both": small(BothOptions(relative=BucketOptions())),
 }
 
 
@@ -210,7 +222,7 @@ def test_attention_over_slots_is_a_softmax_over_what_each_row_holds(
     query = torch.randn(len(lengths), 4, new, 8, generator=generator, dtype=torch.float64)
     keys, values = torch.randn(2, len(lengths), groups, 16, 8, generator=generator, dtype=torch.float64)
     mask = ScoreMask(SlotMask(slots=slots).within(window), new, 16, query.device)
-    part = MultiHeadAttention(MultiHead(heads=4, groups=groups), Site(width=32, context=16))
+    part = MultiHeadAttention(MultiHeadOptions(heads=4, groups=groups), Site(width=32, context=16))
     part.scale = 0.3
     found = part.sdpa(query, keys, values, mask)
     for row, length in enumerate(lengths):
@@ -247,7 +259,7 @@ def drained(engine: Engine) -> Iterator[Token]:
 
 
 def test_damaged_weights_are_told_in_a_sentence() -> None:
-    model = small(Learned())
+    model = small(LearnedOptions())
     with torch.no_grad():
         next(iter(model.parameters())).fill_(math.nan)
     engine = Engine(model, end=None)

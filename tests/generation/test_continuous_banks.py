@@ -25,51 +25,42 @@ from tests.generation.test_continuous import (
 )
 from trivium.fast.cache import KernelCache
 from trivium.fast.choose import fast
-from trivium.generation import engine as decoding
+from trivium.fast.graphs import current, differ, own_scratch
 from trivium.generation import text as texts
 from trivium.generation.banks import banks_of
 from trivium.generation.choosing import Kind
-from trivium.generation.continuous import Engine, slotted
+from trivium.generation.continuous import Engine
 from trivium.generation.engine import Request, Token, stream
-from trivium.generation.graphs import current, differ, own_scratch
 from trivium.generation.rows import Row
 from trivium.generation.sampling import Sampling
 from trivium.generation.scorer import Scorer
 from trivium.generation.slots import Bank
-from trivium.models.transformer import build
+from trivium.models.transformer import Transformer, build
 from trivium.parts.cache import LayerCache
-from trivium.parts.options.positions import Learned
+from trivium.parts.options.positions import LearnedOptions
 
 
-@pytest.fixture
-def by_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The running batch wherever it can be, not on a GPU only."""
-
-    def able(scorer: Scorer, requests: list[Request], *, slide: bool = False) -> bool:
-        return bool(requests) and slotted(scorer, requests)
-
-    monkeypatch.setattr(decoding, "continuous", able)
-    monkeypatch.setattr(texts, "continuous", able)
+def in_slots(model: Transformer) -> Scorer:
+    """Decoded in the running batch wherever it can be, not on a GPU only."""
+    return Scorer(model, slots="on")
 
 
-def test_a_text_ends_at_its_stop_string_whoever_decodes_it(request: pytest.FixtureRequest) -> None:
+def test_a_text_ends_at_its_stop_string_whoever_decodes_it() -> None:
     model = tiny.model("gpt-mini", tiny.BYTES).double()
     wish: dict[str, Any] = {"tokens": 40, "sampling": Sampling(), "seed": 0, "n": 3}
     plain = texts.complete(model, tiny.BYTES, ["abc"], **wish)[0]
     stops: list[list[str]] = [[], *([text[at : at + 2]] for text in plain for at in (0, 5, 9))]
     found = []
-    for _ in range(2):
-        made = [texts.complete(model, tiny.BYTES, ["abc", "hello"], stop=stop, **wish) for stop in stops]
+    for reader in (model, in_slots(model)):
+        made = [texts.complete(reader, tiny.BYTES, ["abc", "hello"], stop=stop, **wish) for stop in stops]
         found.append([(str(t), t.reason, t.ids, t.tokens) for one in made for several in one for t in several])
-        request.getfixturevalue("by_slots")
     assert {reason for _, reason, _, _ in found[0]} >= {"stop", "length"}
     assert found[0] == found[1]
 
 
-@pytest.mark.usefixtures("by_slots")
 def test_a_row_that_is_stopped_has_no_more_tokens() -> None:
     wishes = [Request(ids=(1, 2 + row), tokens=12, sampling=GREEDY, seed=0) for row in range(2)]
-    running = stream(MODELS["learned"], wishes, end=None)
+    running = stream(in_slots(MODELS["learned"]), wishes, end=None)
     rows: list[list[int]] = [[], []]
     for token in running:
         rows[token.row].append(token.id)
@@ -79,11 +70,10 @@ def test_a_row_that_is_stopped_has_no_more_tokens() -> None:
 
 
 @pytest.mark.parametrize("step", range(1, 6))
-@pytest.mark.usefixtures("by_slots")
 def test_decoding_after_an_interrupted_step_is_as_before(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small(Learned())
+    model = small(LearnedOptions())
     wish = Request(ids=(1, 2, 3), tokens=8, sampling=GREEDY, seed=0)
-    expected = comparable([*stream(model, [wish], end=None)])
+    expected = comparable([*stream(in_slots(model), [wish], end=None)])
     left, advance = step, Bank.advance
 
     def interrupted(bank: Bank, kind: Kind) -> torch.Tensor:
@@ -96,15 +86,15 @@ def test_decoding_after_an_interrupted_step_is_as_before(step: int, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(Bank, "advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            list(stream(model, [wish], end=None))
+            list(stream(in_slots(model), [wish], end=None))
     assert not banks_of(model)._free
     for _ in range(2):
-        assert comparable([*stream(model, [wish], end=None)]) == expected
+        assert comparable([*stream(in_slots(model), [wish], end=None)]) == expected
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_rows_whose_joining_failed_join_again(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small(Learned())
+    model = small(LearnedOptions())
     wishes = [Request(ids=(1, 2 + row), tokens=5, sampling=sampling, seed=row) for row in range(3)]
     engine = Engine(model, end=END, slots=2)
     for wish in wishes:
@@ -128,7 +118,7 @@ def full(*_: object) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_slots_under_autocast_hold_what_the_plain_loop_holds(name: str) -> None:
-    model = small(Learned()).float() if name == "learned" else build(MODELS[name].config, seed=1)
+    model = small(LearnedOptions()).float() if name == "learned" else build(MODELS[name].config, seed=1)
     wish = Request(ids=(1, 2, 3), tokens=8, sampling=GREEDY, seed=0)
     with torch.autocast("cpu", torch.bfloat16):
         engine = Engine(model, end=END, slots=1)
@@ -138,7 +128,7 @@ def test_slots_under_autocast_hold_what_the_plain_loop_holds(name: str) -> None:
 
 
 def test_a_model_that_has_decoded_is_freed_with_its_last_name() -> None:
-    model = small(Learned())
+    model = small(LearnedOptions())
     engine = Engine(model, end=None, slots=1)
     engine.submit(Request(ids=(1, 2), tokens=2, sampling=GREEDY, seed=0))
     gc.disable()  # by counting alone: on a GPU a cycle holds its memory until somebody looks for it
@@ -167,7 +157,7 @@ def test_a_bank_counts_all_that_it_keeps() -> None:
 
 
 def test_banks_that_are_too_large_together_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small(Learned())
+    model = small(LearnedOptions())
     banks = banks_of(model)
     made = [banks.take(model, slots, CONTEXT, 0) for slots in (1, 2, 4)]
     monkeypatch.setattr("trivium.generation.banks._BYTES", made[1].bytes + made[2].bytes)
@@ -181,7 +171,7 @@ def test_banks_that_are_too_large_together_are_not_kept(monkeypatch: pytest.Monk
 
 @torch.no_grad()
 def test_a_slower_way_forgets_what_was_captured_and_uses_no_kernel() -> None:
-    model = small(Learned()).eval()
+    model = small(LearnedOptions()).eval()
     fast(model)
     bank, plain = Bank(model, 2, CONTEXT, 0), Bank(model, 2, CONTEXT, 0)
     held = cast(Any, bank)
@@ -223,7 +213,7 @@ def test_results_are_right_up_to_the_rounding_of_their_dtype(dtype: torch.dtype,
 
 
 def test_a_bank_is_used_again_until_the_weights_lie_elsewhere() -> None:
-    model = small(Learned())
+    model = small(LearnedOptions())
     wish = Request(ids=(1, 2, 3), tokens=3, sampling=GREEDY, seed=0)
     banks = banks_of(model)
     taken = []
@@ -258,7 +248,7 @@ class Wrong:
 @pytest.mark.parametrize("broken", [False, True])
 @torch.no_grad()
 def test_kernels_that_read_a_prompt_wrong_are_told_and_not_used(broken: bool) -> None:
-    model = small(Learned()).float().eval()
+    model = small(LearnedOptions()).float().eval()
     bank, plain = Bank(model, 2, CONTEXT, 0), Bank(model, 2, CONTEXT, 0)
     bank._fused = cast(Any, Wrong(broken))
     rows = [Row(0, Request(ids=(4, 5, 6), tokens=3, sampling=GREEDY, seed=0))]
@@ -274,7 +264,7 @@ def test_kernels_that_read_a_prompt_wrong_are_told_and_not_used(broken: bool) ->
 @torch.no_grad()
 def test_kernels_that_fail_after_they_were_right_are_told_and_not_used() -> None:
     """As a graph that cannot be captured, or a size that does not compile."""
-    model = small(Learned()).float().eval()
+    model = small(LearnedOptions()).float().eval()
     bank, plain = Bank(model, 2, CONTEXT, 0), Bank(model, 2, CONTEXT, 0)
     bank._fused, bank._reads = cast(Any, Wrong(True)), True
     rows = [Row(0, Request(ids=(4, 5, 6), tokens=3, sampling=GREEDY, seed=0))]
@@ -286,7 +276,7 @@ def test_kernels_that_fail_after_they_were_right_are_told_and_not_used() -> None
 
 
 def test_a_bank_that_was_made_in_inference_mode_serves_outside_of_it_too() -> None:
-    model = small(Learned())
+    model = small(LearnedOptions())
     wish = Request(ids=(1, 2, 3), tokens=3, sampling=SAMPLINGS[1], seed=0)
     texts = []
     for inside in (True, False):

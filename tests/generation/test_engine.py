@@ -17,9 +17,9 @@ from trivium.generation.sampling import Sampling, Uniforms, distribution, draw
 from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.positions import Learned, Position, Rotary
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.positions import LearnedOptions, Position, RotaryOptions
 
 VOCAB = 61
 GREEDY = Sampling(temperature=0)
@@ -27,9 +27,17 @@ LIVELY = Sampling(temperature=1.2, top_k=30, top_p=0.95, min_p=0.001)
 
 
 def small(position: Position | None = None, *, groups: int = 0) -> Transformer:
-    block = Block(attention=MultiHead(heads=4, groups=groups, bias="all"), position=position or Learned(), dropout=0.3)
+    block = Block(
+        attention=MultiHeadOptions(heads=4, groups=groups, bias="all"),
+        position=position or LearnedOptions(),
+        dropout=0.3,
+    )
     config = ModelConfig(
-        width=32, context=24, vocab=VOCAB, embedding=Tokens(tie="none"), decoder=Stack(layers=2, block=block)
+        width=32,
+        context=24,
+        vocab=VOCAB,
+        embedding=TokenEmbeddingOptions(tie="none"),
+        decoder=Stack(layers=2, block=block),
     )
     model = build(config, seed=1)
     with torch.no_grad():  # a fresh tied model repeats its input, small weights say little
@@ -40,9 +48,9 @@ def small(position: Position | None = None, *, groups: int = 0) -> Transformer:
 
 MODELS = {
     "learned": small(),
-    "rotary": small(Rotary()),
-    "grouped": small(Rotary(), groups=2),
-    "multi-query": small(Learned(), groups=1),
+    "rotary": small(RotaryOptions()),
+    "grouped": small(RotaryOptions(), groups=2),
+    "multi-query": small(LearnedOptions(), groups=1),
 }
 
 
@@ -283,7 +291,7 @@ def test_an_encoder_refuses_to_continue_a_text() -> None:
     encoder = ModelConfig(width=8, context=8, vocab=5, encoder=Stack(layers=1), decoder=NoStack())
     with pytest.raises(RequestError, match="an encoder sees both sides"):
         stream(build(encoder), [request([1])], end=None)
-    crossed = Stack(layers=1, block=Block(cross=MultiHead()))
+    crossed = Stack(layers=1, block=Block(cross=MultiHeadOptions()))
     both = ModelConfig(width=8, context=8, vocab=5, encoder=Stack(layers=1), decoder=crossed)
     with pytest.raises(RequestError, match="source"):
         stream(build(both), [request([1])], end=None)

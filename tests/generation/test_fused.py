@@ -34,11 +34,18 @@ from trivium.models.transformer import Transformer, build
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.cache import LayerCache, SlotMask, Slots
 from trivium.parts.masks import ScoreMask
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.options.norms import LayerNorm, RMSNorm
-from trivium.parts.options.positions import Alibi, Buckets, Learned, NoPositions, Rotary, Sinusoidal
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions, RMSNormOptions
+from trivium.parts.options.positions import (
+    AlibiOptions,
+    BucketOptions,
+    LearnedOptions,
+    NoPositionOptions,
+    RotaryOptions,
+    SinusoidalOptions,
+)
 from trivium.parts.site import Site
 
 HOPPER = GPU and torch.cuda.get_device_capability() >= (9, 0)
@@ -46,25 +53,30 @@ HOPPER = GPU and torch.cuda.get_device_capability() >= (9, 0)
 VOCAB, CONTEXT = 300, 200
 SHAPES = ((1, 12, 12, 1024, 64), (5, 32, 4, 512, 64), (3, 4, 2, 300, 80))  # batch, heads, groups, longest, size
 GREEDY = Sampling(temperature=0)
-HEADS = MultiHead(heads=4, bias="all")
+HEADS = MultiHeadOptions(heads=4, bias="all")
 BLOCKS = {
-    "gpt2": Block(attention=HEADS, position=Learned(offset=2)),
+    "gpt2": Block(attention=HEADS, position=LearnedOptions(offset=2)),
     "llama": Block(
-        attention=replace(HEADS, groups=2, bias="none"), norm=RMSNorm(), feedforward=Glu(hidden=192), position=Rotary()
+        attention=replace(HEADS, groups=2, bias="none"),
+        norm=RMSNormOptions(),
+        feedforward=GluOptions(hidden=192),
+        position=RotaryOptions(),
     ),
     "window": Block(
         attention=replace(HEADS, groups=1, window=37),
-        norm=LayerNorm(bias=False),
-        feedforward=Mlp(activation="relu2", bias=False),
-        position=Rotary(layout="interleaved", share=0.5),
+        norm=LayerNormOptions(bias=False),
+        feedforward=MlpOptions(activation="relu2", bias=False),
+        position=RotaryOptions(layout="interleaved", share=0.5),
     ),
-    "sinusoidal": Block(attention=replace(HEADS, head=24), position=Sinusoidal(), feedforward=Mlp(activation="gelu")),
+    "sinusoidal": Block(
+        attention=replace(HEADS, head=24), position=SinusoidalOptions(), feedforward=MlpOptions(activation="gelu")
+    ),
 }
 OTHERS: dict[str, Block | Parallel] = {
-    "alibi": Block(attention=HEADS, position=Alibi()),
-    "t5": Block(attention=HEADS, position=Buckets()),
-    "parallel": Parallel(attention=replace(HEADS, groups=2), position=Rotary()),
-    "none": Block(attention=replace(HEADS, norm="rms"), position=NoPositions()),
+    "alibi": Block(attention=HEADS, position=AlibiOptions()),
+    "t5": Block(attention=HEADS, position=BucketOptions()),
+    "parallel": Parallel(attention=replace(HEADS, groups=2), position=RotaryOptions()),
+    "none": Block(attention=replace(HEADS, norm="rms"), position=NoPositionOptions()),
 }
 
 
@@ -74,7 +86,7 @@ def model(block: Block | Parallel, dtype: torch.dtype = torch.float32, width: in
             width=width,
             context=CONTEXT,
             vocab=VOCAB,
-            embedding=Tokens(tie="none"),
+            embedding=TokenEmbeddingOptions(tie="none"),
             decoder=Stack(layers=3, block=block),
         ),
         seed=1,
@@ -346,7 +358,7 @@ def test_speculation_by_graphs_writes_the_greedy_text(name: str) -> None:
 def over_slots(query: Tensor, keys: Tensor, values: Tensor, slots: Slots, window: int) -> Tensor:
     """Plain attention with a scale of 0.2 over a mask of what each sequence holds."""
     (heads, new, size), groups, longest = query.shape[1:], keys.shape[1], keys.shape[2]
-    part = MultiHeadAttention(MultiHead(heads=heads, groups=groups), Site(width=heads * size, context=longest))
+    part = MultiHeadAttention(MultiHeadOptions(heads=heads, groups=groups), Site(width=heads * size, context=longest))
     part.scale = 0.2
     return part.sdpa(query, keys, values, ScoreMask(SlotMask(slots=slots).within(window), new, longest, query.device))
 

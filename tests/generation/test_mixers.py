@@ -30,15 +30,15 @@ from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
 from trivium.parts.mixers import can_roll_back, decoding_of
-from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.attention import MultiHeadOptions
 
 VOCAB, END = 12, 3
 GREEDY = Sampling(temperature=0)
 STATE = {
     "decoder": made(LightConv()),
-    "decoder behind an encoder": made(LightConv(), encoder=MultiHead(heads=2)),
+    "decoder behind an encoder": made(LightConv(), encoder=MultiHeadOptions(heads=2)),
     "both sides": made(LightConv(), encoder=LightConv()),
-    "encoder before attention": made(MultiHead(heads=2), encoder=LightConv()),
+    "encoder before attention": made(MultiHeadOptions(heads=2), encoder=LightConv()),
     "mean": made(Mean()),
     "mean behind a mean": made(Mean(), encoder=Mean()),
 }
@@ -156,7 +156,7 @@ def test_beams_are_those_of_whole_passes(name: str, count: Callable[[int, int], 
 
 
 def test_beams_of_models_that_vote_give_the_mean_of_their_probabilities() -> None:
-    models = [made(LightConv(), encoder=MultiHead(heads=2), seed=seed) for seed in (1, 2)]
+    models = [made(LightConv(), encoder=MultiHeadOptions(heads=2), seed=seed) for seed in (1, 2)]
     wishes = [Search(prompt=prompt, tokens=5) for prompt in prompts(models[0], (3, 5))]
     for wish, (found,) in zip(wishes, search(Scorer(*models), wishes, Beam(beams=3), end=END), strict=True):
         ids = [*found.ids, *([END] if found.reason == "end" else [])]
@@ -236,11 +236,13 @@ def test_a_mixer_that_declares_masks_takes_every_way(name: str) -> None:
 
 def test_the_encoder_of_a_pool_has_keys_in_the_shape_of_its_decoder() -> None:
     assert supports.supports_pool(tiny.model("t5-mini", 40))
-    assert not supports.supports_pool(made(MultiHead(heads=4), encoder=MultiHead(heads=4)))  # crossed by two heads
+    assert not supports.supports_pool(
+        made(MultiHeadOptions(heads=4), encoder=MultiHeadOptions(heads=4))
+    )  # crossed by two heads
 
 
 def test_a_layer_that_looks_at_no_source_is_not_decoded_in_slots() -> None:
-    heads = MultiHead(heads=2)
+    heads = MultiHeadOptions(heads=2)
     crossed = Stack(
         layers=2, block=Block(attention=heads, cross=heads), pattern=("", "alone"), variants={"alone": Block()}
     )
@@ -267,7 +269,7 @@ def test_a_mixer_that_needs_a_whole_text_does_not_decode() -> None:
     with pytest.raises(RequestError, match="does not obey masks"):
         Engine(model, end=None)
     assert score_ids(model, wish.ids, end=0).shape == (4,)  # a whole text
-    behind = made(MultiHead(heads=2), encoder=Whole())
+    behind = made(MultiHeadOptions(heads=2), encoder=Whole())
     ids = [token.id for token in stream(behind, requests(behind, (5,)), end=None)]
     assert ids == greedily(behind, requests(behind, (5,))[0].prompt, 8)  # an encoder does not decode
 
@@ -290,7 +292,7 @@ def test_a_block_of_another_package_counts_as_a_state() -> None:
             result: Tensor = self.block(*given)
             return result
 
-    model = made(MultiHead(heads=2))
+    model = made(MultiHeadOptions(heads=2))
     assert supports.supports_padding(model)
     expected = ids_of(stream(model, requests(model, LENGTHS), end=None), len(LENGTHS))
     assert model.decoder is not None

@@ -21,17 +21,17 @@ from tests.generation import tiny
 from tests.generation.host_beam import host_search
 from tests.oracle.copying import enliven
 from trivium.errors import CheckpointError
+from trivium.fast.graphs import Graphs
 from trivium.generation import beam as searching
 from trivium.generation import pool as pooling
 from trivium.generation.beam import Beam, Found, Search, limit, poolable, results, search
 from trivium.generation.beams import pools_of, room_for, together
 from trivium.generation.frontier import CHUNK, rules, top
-from trivium.generation.graphs import Graphs
 from trivium.generation.pool import Pool, Wish
 from trivium.generation.scorer import Prompt, Scorer, evaluating
 from trivium.generation.translation import search_texts
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.output import NoOutput, Softmax
+from trivium.parts.options.output import NoOutputOptions, SoftmaxOptions
 
 VOCAB, BANNED = 300, 293
 LIMIT = VOCAB - 2  # ids from there on are never written
@@ -103,7 +103,7 @@ def test_a_search_on_the_device_finds_what_lists_on_the_host_find(
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
 def test_a_certain_text_that_is_cut_off_comes_before_an_improbable_one_that_ends(name: str, alpha: float) -> None:
     """Every step writes 7 with probability 1 - e**-27 and ends with e**-27, whatever was read: a closed form."""
-    model = build(replace(tiny.shrunk(name, VOCAB, context=48), output=Softmax(bias=True))).eval()
+    model = build(replace(tiny.shrunk(name, VOCAB, context=48), output=SoftmaxOptions(bias=True))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -166,7 +166,7 @@ def test_models_vote_in_rows_as_they_do_alone() -> None:
         near(ours, theirs)
 
 
-WRITING = [case for case in CASES if case.causal and not isinstance(case.config.output, NoOutput)]
+WRITING = [case for case in CASES if case.causal and not isinstance(case.config.output, NoOutputOptions)]
 
 
 @pytest.mark.parametrize("case", WRITING, ids=lambda case: case.name)

@@ -23,7 +23,7 @@ from trivium.generation.scorer import evaluating
 from trivium.generation.slots import Bank
 from trivium.models.transformer import Transformer
 from trivium.parts.cache import Cache, LayerCache
-from trivium.parts.options.positions import Learned
+from trivium.parts.options.positions import LearnedOptions
 from trivium.parts.output import SoftmaxOutput
 
 
@@ -366,7 +366,7 @@ def test_prompts_that_are_read_in_parts_are_read_as_they_are_together(
 def test_dropout_is_off_while_prompts_are_read_and_on_again_afterwards(
     fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Transformer = small(Learned()).train()
+    model: Transformer = small(LearnedOptions()).train()
     cast(SoftmaxOutput, model.output).dropout = 0.5
     wish = Request(ids=(1, 2, 3), tokens=4, sampling=GREEDY, seed=0)
     begin = Bank.__init__

@@ -24,7 +24,7 @@ from trivium.generation.speculative import Choose, Lookup, Speculate, settle, sp
 from trivium.generation.text import complete
 from trivium.generation.verify import SlotReader
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.positions import Learned
+from trivium.parts.options.positions import LearnedOptions
 
 GREEDY = Sampling(temperature=0)
 FULL = Sampling()
@@ -33,7 +33,7 @@ CHOOSE = Choose(GREEDY, VOCAB, (), lambda: 0.5)
 
 def draft() -> Transformer:
     """One that often agrees with the model, and often does not."""
-    made = small(Learned())
+    made = small(LearnedOptions())
     noise = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -191,7 +191,7 @@ def test_a_source_that_the_draft_cannot_read_is_refused_before_the_first_token()
 
 
 def test_a_slot_whose_reading_was_interrupted_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small(Learned()).eval()
+    model = small(LearnedOptions()).eval()
     expected = SlotReader(model, (), CONTEXT, 5).read([1, 2, 3], 1)
     reader = SlotReader(model, (), CONTEXT, 5)
     reader.read([1, 2, 3], 1)

@@ -18,9 +18,9 @@ from trivium.errors import RequestError
 from trivium.generation import states
 from trivium.generation.states import logits_of, read
 from trivium.models.transformer import build
-from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
 
-BERT = build(replace(tiny.shrunk("bert-mini", tiny.MASKED.size), embedding=Tokens(segments=2))).eval()
+BERT = build(replace(tiny.shrunk("bert-mini", tiny.MASKED.size), embedding=TokenEmbeddingOptions(segments=2))).eval()
 enliven(BERT, seed=1, spread=0.5)
 T5 = tiny.model("t5-mini", tiny.DENOISING, spread=0.5)
 GPT = tiny.model("gpt-mini", tiny.BYTES)

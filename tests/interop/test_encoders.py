@@ -24,9 +24,9 @@ from trivium.interop.hf import find
 from trivium.interop.pooling import pooling
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.output import MaskedHead, NoOutput
-from trivium.parts.options.sentence import Pooler
-from trivium.parts.sentence import PooledSentence
+from trivium.parts.options.output import MaskedOutputOptions, NoOutputOptions
+from trivium.parts.options.sentence import PoolerOptions
+from trivium.parts.sentence import Pooler
 from trivium.parts.site import NoPart
 
 Draw = random.Random
@@ -109,10 +109,10 @@ def batch(theirs: Any, seed: int) -> dict[str, Tensor]:
 def heads(module: Transformer, hidden: Tensor) -> list[Tensor]:
     """What each head of ours says: of every token, and of the whole text."""
     result = []
-    if isinstance(module.config.output, MaskedHead):
+    if isinstance(module.config.output, MaskedOutputOptions):
         result.append(module.head.logits(hidden))
     if module.sentence is not None:
-        result.append(cast(PooledSentence, module.sentence).logits(hidden))
+        result.append(cast(Pooler, module.sentence).logits(hidden))
     return result
 
 
@@ -216,7 +216,7 @@ def test_the_tensors_decide_which_heads_there_are(tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "architectures": ["MPNetForMaskedLM"]}))
     bare = opened(tmp_path)
-    assert (bare.config.output, bare.config.sentence) == (NoOutput(), Pooler(classes=0))
+    assert (bare.config.output, bare.config.sentence) == (NoOutputOptions(), PoolerOptions(classes=0))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({f"mpnet.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     assert opened(tmp_path).config == bare.config
@@ -230,7 +230,7 @@ def test_an_unused_pooler_beside_a_classifier_is_left_out(tmp_path: Path) -> Non
     tensors, width = load_file(tmp_path / "model.safetensors"), theirs.config.hidden_size
     tensors |= {"roberta.pooler.dense.weight": torch.ones(width, width), "roberta.pooler.dense.bias": torch.ones(width)}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert opened(tmp_path).config.sentence == Pooler(classes=3)
+    assert opened(tmp_path).config.sentence == PoolerOptions(classes=3)
 
 
 @pytest.mark.parametrize(
@@ -341,4 +341,4 @@ def test_a_broken_list_of_modules_is_refused_in_a_sentence(steps: Any, tmp_path:
 def test_a_bare_model_without_pooler_has_neither_head(tmp_path: Path) -> None:
     made("BertModel without pooler", random.Random(6), 6).save_pretrained(tmp_path)
     config = opened(tmp_path).config
-    assert (config.output, config.sentence) == (NoOutput(), NoPart())
+    assert (config.output, config.sentence) == (NoOutputOptions(), NoPart())

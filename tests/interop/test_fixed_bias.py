@@ -25,7 +25,7 @@ from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, build, weights
 from trivium.models.vocabulary import extend
 from trivium.optim.groups import trainable
-from trivium.parts.options.output import Softmax
+from trivium.parts.options.output import SoftmaxOptions
 from trivium.text.kinds import Bytes
 
 NAME = "output.project.bias"
@@ -103,7 +103,7 @@ def test_a_model_saved_before_there_were_fixed_biases_opens_and_exports(tmp_path
     del card["config"]["output"]["fixed"]
     (tmp_path / "own" / "model.json").write_text(json.dumps(card))
     old = open_bundle(tmp_path / "own").module
-    assert old.config.output == Softmax(bias=True)
+    assert old.config.output == SoftmaxOptions(bias=True)
     assert NAME in dict(old.named_parameters())
     source_BS, real_BS, target_BT = text(ours.config.vocab, 4)
     given = {"source": source_BS, "source_padding": real_BS}
@@ -127,7 +127,7 @@ def test_it_stays_beside_quantised_weights(make: Any, bits: int, tmp_path: Path)
 
 
 def test_it_grows_with_the_vocabulary() -> None:
-    model = build(ModelConfig(width=16, context=16, vocab=20, output=Softmax(bias=True, fixed=True)))
+    model = build(ModelConfig(width=16, context=16, vocab=20, output=SoftmaxOptions(bias=True, fixed=True)))
     assert torch.equal(bias_of(model), torch.zeros(20))
     model.get_buffer(NAME).fill_(0.5)
     larger = extend(model, 24)
@@ -138,10 +138,10 @@ def test_it_grows_with_the_vocabulary() -> None:
 def test_a_bias_is_trained_unless_it_is_fixed() -> None:
     """BERT's is a parameter in transformers and here, and so is a configured one."""
     with pytest.raises(ConfigError, match="fixed: there is no bias to keep fixed"):
-        Softmax(fixed=True)
+        SoftmaxOptions(fixed=True)
     for name in ("bert-base-uncased", "roberta-base"):
         names = {one for one, _ in build(PRESETS[name](), device="meta").named_parameters()}
         assert NAME in names
-    model = build(ModelConfig(width=16, context=16, vocab=20, output=Softmax(bias=True)))
+    model = build(ModelConfig(width=16, context=16, vocab=20, output=SoftmaxOptions(bias=True)))
     assert isinstance(model.get_parameter(NAME), nn.Parameter)
     assert NAME in {weight.name for weight in trainable(model)}

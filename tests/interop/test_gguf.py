@@ -33,7 +33,7 @@ from trivium.interop.architectures.architecture import first_block
 from trivium.interop.foreign import Foreign
 from trivium.interop.gguf import open_gguf
 from trivium.interop.gguf_file import GgufFile
-from trivium.parts.options.positions import Rotary
+from trivium.parts.options.positions import RotaryOptions
 from trivium.parts.options.scaling import Llama3
 
 VOCAB = 61
@@ -167,7 +167,7 @@ def test_the_frequencies_of_llama_3_are_recognised_from_their_divisors(tmp_path:
     assert divisors.max() > 31
     write(path, theirs, extra={"rope_freqs.weight": divisors.astype(np.float32)})
     ours = opened(path).module
-    assert first_block(ours.config.decoder).position == Rotary(theta=5e5, scaling=Llama3(factor=32.0))
+    assert first_block(ours.config.decoder).position == RotaryOptions(theta=5e5, scaling=Llama3(factor=32.0))
     same_logits(theirs, path)
     write(path, theirs, extra={"rope_freqs.weight": np.linspace(1, 5, 16).astype(np.float32)})
     with pytest.raises(CheckpointError, match="is not the scaling of LLaMA 3"):

@@ -29,13 +29,13 @@ from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS
 from trivium.models.presets.llama import Shape, llama
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Glu
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.output import Softmax
-from trivium.parts.options.positions import Rotary
-from trivium.parts.options.residual import Sandwich
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.output import SoftmaxOptions
+from trivium.parts.options.positions import RotaryOptions
+from trivium.parts.options.residual import SandwichOptions
 from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn
 
 VOCAB = 71
@@ -96,7 +96,9 @@ def test_transformers_opens_an_export_with_equal_logits(
 
 def test_transformers_opens_qwen2_and_qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = llama(small())
-    biased = block(plain, attention=replace(like(first_block(plain.decoder).attention, MultiHead), bias="inputs"))
+    biased = block(
+        plain, attention=replace(like(first_block(plain.decoder).attention, MultiHeadOptions), bias="inputs")
+    )
     normed = llama(small(norm="rms", eps=1e-6, head=128, theta=1e6))  # transformers reads no other size of a head there
     for name, config in (("qwen2", biased), ("qwen3", normed)):
         model = alive(config)
@@ -148,7 +150,7 @@ SCALINGS: list[Scaling] = [
 @pytest.mark.parametrize("layout", ["halves", "interleaved"])
 def test_what_is_read_back_is_the_same_model(scaling: Scaling, layout: Any, tmp_path: Path) -> None:
     config = llama(small(head=16, scaling=scaling))
-    config = block(config, position=replace(like(first_block(config.decoder).position, Rotary), layout=layout))
+    config = block(config, position=replace(like(first_block(config.decoder).position, RotaryOptions), layout=layout))
     model = alive(config)
     exported(model, tmp_path / "model.gguf")
     back = open_gguf(tmp_path / "model.gguf", say=quiet, tick=quiet).module
@@ -162,22 +164,22 @@ PLAIN = llama(small())
 REFUSED = {
     "decoder.block.feedforward.kind = 'mlp'": replace(PRESETS["gpt-mini"](), vocab=VOCAB),
     "encoder.": replace(PRESETS["t5-mini"](), vocab=VOCAB),
-    "decoder.block.norm.kind = 'layer'": block(PLAIN, norm=LayerNorm()),
-    "decoder.block.residual.kind = 'sandwich'": block(PLAIN, residual=Sandwich()),
-    "decoder.block.position.share = 0.5": block(PLAIN, position=Rotary(share=0.5)),
-    "decoder.block.position.scaling.high = 8.0": block(PLAIN, position=Rotary(scaling=Llama3(high=8.0))),
+    "decoder.block.norm.kind = 'layer'": block(PLAIN, norm=LayerNormOptions()),
+    "decoder.block.residual.kind = 'sandwich'": block(PLAIN, residual=SandwichOptions()),
+    "decoder.block.position.share = 0.5": block(PLAIN, position=RotaryOptions(share=0.5)),
+    "decoder.block.position.scaling.high = 8.0": block(PLAIN, position=RotaryOptions(scaling=Llama3(high=8.0))),
     "decoder.block.attention.window = 7": llama(small(window=7)),
-    "decoder.block.attention.scale = 'none'": block(PLAIN, attention=MultiHead(heads=4, scale="none")),
-    "decoder.block.feedforward.activation = 'gelu'": block(PLAIN, feedforward=Glu(activation="gelu")),
-    "embedding.scale = 'root'": replace(PLAIN, embedding=Tokens(tie="none", scale="root")),
-    "output.cap = 30.0": replace(PLAIN, output=Softmax(cap=30.0)),
+    "decoder.block.attention.scale = 'none'": block(PLAIN, attention=MultiHeadOptions(heads=4, scale="none")),
+    "decoder.block.feedforward.activation = 'gelu'": block(PLAIN, feedforward=GluOptions(activation="gelu")),
+    "embedding.scale = 'root'": replace(PLAIN, embedding=TokenEmbeddingOptions(tie="none", scale="root")),
+    "output.cap = 30.0": replace(PLAIN, output=SoftmaxOptions(cap=30.0)),
     "decoder.layer 1": replace(
         PLAIN,
         decoder=Stack(
             layers=2,
             block=first_block(PLAIN.decoder),
             pattern=("", "other"),
-            variants={"other": replace(first_block(PLAIN.decoder), feedforward=Glu(hidden=64))},
+            variants={"other": replace(first_block(PLAIN.decoder), feedforward=GluOptions(hidden=64))},
         ),
     ),
 }

@@ -20,17 +20,17 @@ from trivium.generation.sampling import Sampling
 from trivium.interop import proof, shards
 from trivium.interop.folder import open_folder
 from trivium.interop.hf import export_folder, find
-from trivium.models.config import ModelConfig, Stack
+from trivium.models.config import ModelConfig, Stack, TiedStack
 from trivium.models.options import Block, Parallel
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.options.norms import LayerNorm, RMSNorm
-from trivium.parts.options.output import Softmax
-from trivium.parts.options.positions import Alibi, Position, Rotary, Shaw
-from trivium.parts.options.residual import Sandwich
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions, RMSNormOptions
+from trivium.parts.options.output import SoftmaxOptions
+from trivium.parts.options.positions import AlibiOptions, Position, RotaryOptions, ShawOptions
+from trivium.parts.options.residual import SandwichOptions
 from trivium.parts.options.scaling import LinearScaling, Ntk, Yarn
 from trivium.text.kinds import Bpe
 
@@ -48,15 +48,17 @@ def demo() -> ModelConfig:
     assert isinstance(preset.decoder, Stack)
     assert isinstance(preset.decoder.block, Block)
     block = replace(
-        preset.decoder.block, feedforward=Mlp(hidden=60, activation="relu2", bias=False), position=Rotary(theta=1000.0)
+        preset.decoder.block,
+        feedforward=MlpOptions(hidden=60, activation="relu2", bias=False),
+        position=RotaryOptions(theta=1000.0),
     )
     return replace(preset, width=32, context=CONTEXT, vocab=VOCAB, decoder=Stack(layers=3, block=block))
 
 
 def llama(position: Position, **attention: Any) -> ModelConfig:
-    heads = MultiHead(**{"heads": 4, "groups": 2, "head": 12, **attention})
-    block = Block(attention=heads, feedforward=Glu(hidden=30), norm=RMSNorm(), position=position)
-    return small(block, embedding=Tokens(tie="none"))
+    heads = MultiHeadOptions(**{"heads": 4, "groups": 2, "head": 12, **attention})
+    block = Block(attention=heads, feedforward=GluOptions(hidden=30), norm=RMSNormOptions(), position=position)
+    return small(block, embedding=TokenEmbeddingOptions(tie="none"))
 
 
 def lively(config: ModelConfig) -> Transformer:
@@ -83,19 +85,29 @@ def continued(theirs: Any, tokens_1T: torch.Tensor) -> list[int]:
     ("config", "kind"),
     [
         (demo(), "apertus"),
-        (llama(Rotary(scaling=LinearScaling(factor=3.0))), "llama"),
-        (llama(Rotary(scaling=Ntk(factor=3.0))), "llama"),  # as a larger theta
-        (llama(Rotary(theta=500.0, scaling=Yarn(factor=3.0, original=16))), "llama"),
-        (llama(Rotary(), window=6), "mistral"),
-        (llama(Rotary(), heads=7, groups=7, head=4), "mistral"),  # 7 heads in a width of 24 are no LLaMA there
-        (llama(Rotary(), bias="inputs", head=6), "qwen2"),
-        (llama(Rotary(), norm="rms"), "qwen3"),
+        (llama(RotaryOptions(scaling=LinearScaling(factor=3.0))), "llama"),
+        (llama(RotaryOptions(scaling=Ntk(factor=3.0))), "llama"),  # as a larger theta
+        (llama(RotaryOptions(theta=500.0, scaling=Yarn(factor=3.0, original=16))), "llama"),
+        (llama(RotaryOptions(), window=6), "mistral"),
+        (llama(RotaryOptions(), heads=7, groups=7, head=4), "mistral"),  # 7 heads in a width of 24 are no LLaMA there
+        (llama(RotaryOptions(), bias="inputs", head=6), "qwen2"),
+        (llama(RotaryOptions(), norm="rms"), "qwen3"),
         (
-            small(Parallel(attention=MultiHead(heads=3, bias="all"), norms="two", position=Rotary(share=0.5))),
+            small(
+                Parallel(
+                    attention=MultiHeadOptions(heads=3, bias="all"), norms="two", position=RotaryOptions(share=0.5)
+                )
+            ),
             "gpt_neox",
         ),
-        (small(Block(attention=MultiHead(bias="all"), position=Alibi()), embedding=Tokens(norm=LayerNorm())), "bloom"),
-        (small(Block(attention=MultiHead(bias="all"))), "gpt2"),
+        (
+            small(
+                Block(attention=MultiHeadOptions(bias="all"), position=AlibiOptions()),
+                embedding=TokenEmbeddingOptions(norm=LayerNormOptions()),
+            ),
+            "bloom",
+        ),
+        (small(Block(attention=MultiHeadOptions(bias="all"))), "gpt2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -130,15 +142,21 @@ def test_a_published_system_exports_as_itself(name: str, kind: str) -> None:
     ("config", "named"),
     [
         (
-            small(Block(attention=MultiHead(bias="all"), feedforward=Mlp(activation="softplus"))),
+            small(Block(attention=MultiHeadOptions(bias="all"), feedforward=MlpOptions(activation="softplus"))),
             "feedforward.activation",
         ),
-        (llama(Shaw()), "position.kind = 'shaw'"),
-        (small(Block(attention=MultiHead(bias="all"), residual=Sandwich())), "residual.kind = 'sandwich'"),
-        (small(Block(attention=MultiHead(bias="all")), output=Softmax(cap=30.0)), "output.cap = 30.0"),
-        (small(Block(attention=MultiHead(bias="all")), embedding=Tokens(scale="root")), "embedding.scale = 'root'"),
-        (llama(Rotary(layout="interleaved")), "position.layout = 'interleaved'"),
-        (llama(Rotary(), value=4), "attention.value = 4"),
+        (llama(ShawOptions()), "position.kind = 'shaw'"),
+        (
+            small(Block(attention=MultiHeadOptions(bias="all"), residual=SandwichOptions())),
+            "residual.kind = 'sandwich'",
+        ),
+        (small(Block(attention=MultiHeadOptions(bias="all")), output=SoftmaxOptions(cap=30.0)), "output.cap = 30.0"),
+        (
+            small(Block(attention=MultiHeadOptions(bias="all")), embedding=TokenEmbeddingOptions(scale="root")),
+            "embedding.scale = 'root'",
+        ),
+        (llama(RotaryOptions(layout="interleaved")), "position.layout = 'interleaved'"),
+        (llama(RotaryOptions(), value=4), "attention.value = 4"),
     ],
 )
 def test_a_part_that_nobody_else_has_is_named(config: ModelConfig, named: str, tmp_path: Path) -> None:
@@ -147,9 +165,25 @@ def test_a_part_that_nobody_else_has_is_named(config: ModelConfig, named: str, t
     assert not list(tmp_path.iterdir())
 
 
+def test_a_decoder_that_is_tied_to_its_encoder_is_named() -> None:
+    config = PRESETS["t5-small"]()
+    assert isinstance(config.decoder, Stack)
+    tied = TiedStack(layers=config.decoder.layers, block=config.decoder.block)
+    with pytest.raises(RequestError, match=r"has model\.decoder\.kind = 'tied'; the nearest is t5"):
+        find(replace(config, decoder=tied))
+
+
+def test_noise_that_only_training_reads_does_not_change_the_architecture() -> None:
+    noisy = TokenEmbeddingOptions(dropout=0.1, word_dropout=0.1, unigram_noise=0.1, variational_dropout=0.1)
+    feedforward = MlpOptions(dropout=0.1, variational_dropout=0.1)
+    block = Block(attention=MultiHeadOptions(bias="all", dropout=0.1), feedforward=feedforward, variational_dropout=0.1)
+    stack = Stack(layers=3, block=block, variational_dropout=0.1)
+    assert find(small(block, embedding=noisy, decoder=stack)).kind == "gpt2"
+
+
 def test_layers_that_differ_are_not_exported_as_if_alike(tmp_path: Path) -> None:
-    block = Block(attention=MultiHead(bias="all"))
-    other = replace(block, feedforward=Mlp(activation="relu"))
+    block = Block(attention=MultiHeadOptions(bias="all"))
+    other = replace(block, feedforward=MlpOptions(activation="relu"))
     stack = Stack(layers=3, block=block, pattern=("", "odd"), variants={"odd": other})
     with pytest.raises(RequestError, match="layer 1"):
         find(small(block, decoder=stack))

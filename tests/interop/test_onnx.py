@@ -26,12 +26,12 @@ from trivium.errors import CheckpointError, RequestError, TriviumError
 from trivium.fast.choose import for_inference
 from trivium.interop import onnx as exporting
 from trivium.interop.onnx import export_onnx
-from trivium.models.config import AnyStack, ModelConfig, Stack
+from trivium.models.config import AnyStack, BlockStack, ModelConfig
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer
 from trivium.objectives.options import PAD
 from trivium.parts.quantized import hollow
-from trivium.parts.sentence import PooledSentence
+from trivium.parts.sentence import Pooler
 from trivium.text.tokenizer import Tokenizer
 
 pytest.importorskip("onnxscript")
@@ -55,8 +55,8 @@ def thin(config: ModelConfig) -> ModelConfig:
     """
 
     def side(stack: AnyStack) -> AnyStack:
-        alike = isinstance(stack, Stack) and not stack.pattern and not stack.block.attention.window
-        return replace(stack, layers=1) if isinstance(stack, Stack) and alike else stack
+        alike = isinstance(stack, BlockStack) and not stack.pattern and not stack.block.attention.window
+        return replace(stack, layers=1) if isinstance(stack, BlockStack) and alike else stack
 
     return replace(config, encoder=side(config.encoder), decoder=side(config.decoder))
 
@@ -180,7 +180,7 @@ def test_verdicts_on_sentences_come_out_too(exports: Callable[[str], Exported]) 
     real, segments = given["attention_mask"].bool(), given["token_type_ids"]
     with torch.no_grad():
         hidden = model(given["input_ids"], padding=real, segments=segments).hidden
-        expected = cast(PooledSentence, model.sentence).logits(hidden)
+        expected = cast(Pooler, model.sentence).logits(hidden)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -44,7 +44,7 @@ SOME = [
         "encoder: boundary head",
         "encoder-decoder: plain",
         "encoder-decoder: untied",
-        "encoder-decoder: shared stacks",
+        "encoder-decoder: stack tied",
     )
 ]
 PRESETS = [case for case in SHRUNK if case in CASES]
@@ -188,7 +188,7 @@ def test_a_model_of_usual_sizes_shrinks_as_the_bits_say() -> None:
 
 
 def test_what_two_stacks_share_is_saved_once(tmp_path: Path) -> None:
-    model = quantized(BY_NAME["encoder-decoder: shared stacks"].config, 8)
+    model = quantized(BY_NAME["encoder-decoder: stack tied"].config, 8)
     tensors = load_file(stored(model, tmp_path) / bundle.WEIGHTS)
     assert model.encoder is not None
     assert model.decoder is not None

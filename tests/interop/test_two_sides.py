@@ -33,8 +33,8 @@ from trivium.errors import CheckpointError
 from trivium.interop.hf import find
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer, weights
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.output import Softmax
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.output import SoftmaxOptions
 
 Draw = random.Random
 ACTIVATIONS = ["gelu", "relu", "gelu_new", "silu"]
@@ -257,7 +257,7 @@ def test_the_stored_sinusoids_of_marian_are_not_read(tmp_path: Path) -> None:
         for side in ("encoder", "decoder")
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    assert opened(tmp_path).config.output == Softmax(bias=True, fixed=True)
+    assert opened(tmp_path).config.output == SoftmaxOptions(bias=True, fixed=True)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,9 @@ def test_our_preset_is_what_transformers_publishes(name: str, kind: str) -> None
     with torch.device("meta"):
         theirs = getattr(transformers, kind)(getattr(transformers, kind).config_class(**target.table))
     untied = (
-        config.vocab * config.width if isinstance(config.embedding, Tokens) and config.embedding.tie == "inputs" else 0
+        config.vocab * config.width
+        if isinstance(config.embedding, TokenEmbeddingOptions) and config.embedding.tie == "inputs"
+        else 0
     )
     trained = sum(one.numel() for one in theirs.parameters() if one.requires_grad)
     assert trained + untied == config.parameters()  # a fresh v1.1 of theirs is tied

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from tests.battery import lively, mute, read, some_ids
 from tests.cases import Case
 from trivium.fast.choose import FastOptions, for_inference, for_training
-from trivium.models.config import AnyStack, ModelConfig, Stack
+from trivium.models.config import AnyStack, BlockStack, ModelConfig
 from trivium.models.transformer import Transformer
 from trivium.parts.linear import Linear
-from trivium.parts.norms import LayerNormed, RMSNormed
+from trivium.parts.norms import LayerNorm, RMSNorm
 from trivium.parts.positions import Positions
 
 Change = Callable[[nn.Module, str], None]
@@ -149,7 +149,7 @@ def double_gradients(model: nn.Module, path: str) -> None:
 
 def layers(model: nn.Module) -> list[str]:
     """Every layer of every part."""
-    kinds = (Linear, LayerNormed, RMSNormed)
+    kinds = (Linear, LayerNorm, RMSNorm)
     return [path for path, module in model.named_modules() if isinstance(module, kinds)]
 
 
@@ -312,14 +312,14 @@ def check_compiled_hooks(case: Case, floor: str, way: str, moment: str) -> None:
 
 
 def _shallow(stack: AnyStack) -> AnyStack:
-    return replace(stack, layers=1, pattern=(), variants={}) if isinstance(stack, Stack) else stack
+    return replace(stack, layers=1, pattern=(), variants={}) if isinstance(stack, BlockStack) else stack
 
 
 def alone(config: ModelConfig) -> ModelConfig:
     """As few layers as show all kinds of blocks."""
 
     def short(stack: AnyStack) -> AnyStack:
-        return replace(stack, layers=max(1, len(stack.pattern))) if isinstance(stack, Stack) else stack
+        return replace(stack, layers=max(1, len(stack.pattern))) if isinstance(stack, BlockStack) else stack
 
     return replace(config, encoder=short(config.encoder), decoder=short(config.decoder))
 

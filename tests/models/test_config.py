@@ -14,36 +14,40 @@ from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import build, with_vocab
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.options.norms import LayerNorm, RMSNorm
-from trivium.parts.options.output import Softmax
-from trivium.parts.options.positions import Learned, NoPositions, Rotary
-from trivium.parts.options.residual import Post, Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions, RMSNormOptions
+from trivium.parts.options.output import SoftmaxOptions
+from trivium.parts.options.positions import LearnedOptions, NoPositionOptions, RotaryOptions
+from trivium.parts.options.residual import PostOptions, PreOptions
 
 BOTH = ModelConfig(
     width=16,
     context=8,
     vocab=9,
     encoder=Stack(layers=1),
-    decoder=Stack(layers=2, block=Block(cross=MultiHead())),
+    decoder=Stack(layers=2, block=Block(cross=MultiHeadOptions())),
 )
 
 blocks = st.builds(
     Block,
     attention=st.builds(
-        MultiHead,
+        MultiHeadOptions,
         heads=st.sampled_from([2, 4]),
         groups=st.sampled_from([0, 1, 2]),
         head=st.sampled_from([0, 6]),
         bias=st.sampled_from(["all", "none"]),
         norm=st.sampled_from(["none", "rms"]),
     ),
-    feedforward=st.sampled_from([Mlp(), Mlp(hidden=5, bias=False), Glu(hidden=7), Glu(bias=True, multiple=8)]),
-    norm=st.sampled_from([LayerNorm(), LayerNorm(bias=False), RMSNorm(eps=1e-3)]),
-    residual=st.sampled_from([Pre(), Post()]),
-    position=st.sampled_from([NoPositions(), Learned(), Rotary(), Rotary(theta=5e5, layout="interleaved")]),
+    feedforward=st.sampled_from(
+        [MlpOptions(), MlpOptions(hidden=5, bias=False), GluOptions(hidden=7), GluOptions(bias=True, multiple=8)]
+    ),
+    norm=st.sampled_from([LayerNormOptions(), LayerNormOptions(bias=False), RMSNormOptions(eps=1e-3)]),
+    residual=st.sampled_from([PreOptions(), PostOptions()]),
+    position=st.sampled_from(
+        [NoPositionOptions(), LearnedOptions(), RotaryOptions(), RotaryOptions(theta=5e5, layout="interleaved")]
+    ),
     dropout=st.sampled_from([0.0, 0.1]),
 )
 
@@ -56,7 +60,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     def stack(crossed: bool) -> Stack:
         usual, other = draw(blocks), draw(blocks)
         if crossed:
-            usual = replace(usual, cross=MultiHead(heads=2))
+            usual = replace(usual, cross=MultiHeadOptions(heads=2))
         pattern = draw(st.sampled_from([(), ("", "other"), *([] if crossed else [("other",)])]))
         return Stack(layers=draw(st.integers(1, 3)), block=usual, pattern=pattern, variants={"other": other})
 
@@ -64,10 +68,10 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         width=16,
         context=8,
         vocab=9,
-        embedding=draw(st.sampled_from([Tokens(), Tokens(tie="none", dropout=0.1)])),
+        embedding=draw(st.sampled_from([TokenEmbeddingOptions(), TokenEmbeddingOptions(tie="none", dropout=0.1)])),
         encoder=NoStack() if family == "decoder" else stack(crossed=False),
         decoder=NoStack() if family == "encoder" else stack(crossed=family == "encoder-decoder"),
-        output=draw(st.sampled_from([Softmax(), Softmax(cap=30.0)])),
+        output=draw(st.sampled_from([SoftmaxOptions(), SoftmaxOptions(cap=30.0)])),
     )
 
 
@@ -94,7 +98,7 @@ def test_the_family_follows_from_the_sides() -> None:
 
 
 def test_cross_attention_without_a_source_is_refused() -> None:
-    crossed = Stack(layers=1, block=Block(cross=MultiHead()))
+    crossed = Stack(layers=1, block=Block(cross=MultiHeadOptions()))
     with pytest.raises(ConfigError, match=r"decoder\.block\.cross: only the decoder of an encoder-decoder"):
         ModelConfig(decoder=crossed)
     with pytest.raises(ConfigError, match=r"decoder\.block\.cross: without it the decoder never sees the encoder"):
@@ -111,15 +115,15 @@ def test_cross_attention_is_counted_apart() -> None:
 
 
 def test_every_part_that_cannot_stand_where_it_is_says_so_by_its_key() -> None:
-    odd = Block(attention=MultiHead(heads=5))
-    decoder = Stack(block=Block(cross=MultiHead()), variants={"odd": odd}, pattern=("", "odd"))
+    odd = Block(attention=MultiHeadOptions(heads=5))
+    decoder = Stack(block=Block(cross=MultiHeadOptions()), variants={"odd": odd}, pattern=("", "odd"))
     with pytest.raises(ConfigError) as caught:
         ModelConfig(width=16, encoder=Stack(block=odd), decoder=decoder)
     assert caught.value.problems == (
         "encoder.block.attention.heads: width 16 is not divisible by 5; try 4",
         "decoder.variants.odd.attention.heads: width 16 is not divisible by 5; try 4",
     )
-    turned = Block(attention=MultiHead(heads=2, head=3), position=Rotary())
+    turned = Block(attention=MultiHeadOptions(heads=2, head=3), position=RotaryOptions())
     with pytest.raises(ConfigError, match=r"decoder\.block\.position: .*a head of size 3 cannot be odd"):
         ModelConfig(width=16, decoder=Stack(block=turned))
 
@@ -139,7 +143,7 @@ def test_impossible_sizes_are_refused() -> None:
 
 
 def test_a_pattern_names_variants_over_the_depth() -> None:
-    usual, other = Block(), Block(norm=RMSNorm())
+    usual, other = Block(), Block(norm=RMSNormOptions())
     stack = Stack(layers=5, block=usual, pattern=("", "other"), variants={"other": other})
     assert stack.blocks() == [usual, other, usual, other, usual]
     with pytest.raises(ConfigError, match="pattern: 'thing' is not among the variants"):

@@ -29,8 +29,8 @@ from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build
 from trivium.parts.linear import Linear
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.feedforward import FeedForward, Glu, Mlp
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.feedforward import FeedForward, GluOptions, MlpOptions
 
 VOCAB = 30
 GREEDY = Sampling(temperature=0)
@@ -38,7 +38,7 @@ IDS = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
 def made(family: str, feed: FeedForward, bias: bool) -> Transformer:
-    heads = MultiHead(heads=2, bias="all" if bias else "none")
+    heads = MultiHeadOptions(heads=2, bias="all" if bias else "none")
     plain = Stack(layers=1, block=Block(attention=heads, feedforward=feed))
     crossed = Stack(layers=1, block=Block(attention=heads, feedforward=feed, cross=heads))
     model = build(
@@ -55,10 +55,10 @@ def made(family: str, feed: FeedForward, bias: bool) -> Transformer:
 
 
 MODELS = {
-    "decoder": made("decoder", Mlp(), bias=True),
-    "gated decoder": made("decoder", Glu(hidden=24), bias=False),
-    "encoder": made("encoder", Mlp(), bias=True),
-    "encoder-decoder": made("encoder-decoder", Glu(hidden=24), bias=True),
+    "decoder": made("decoder", MlpOptions(), bias=True),
+    "gated decoder": made("decoder", GluOptions(hidden=24), bias=False),
+    "encoder": made("encoder", MlpOptions(), bias=True),
+    "encoder-decoder": made("encoder-decoder", GluOptions(hidden=24), bias=True),
 }
 LAYERS = [
     (name, path)

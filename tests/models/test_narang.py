@@ -10,11 +10,11 @@ import pytest
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import build
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tie, Tokens
-from trivium.parts.options.feedforward import Activation, Glu, Mlp
-from trivium.parts.options.norms import LayerNorm, Norm, RMSNorm
-from trivium.parts.options.positions import Buckets
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import Tie, TokenEmbeddingOptions
+from trivium.parts.options.feedforward import Activation, GluOptions, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions, Norm, RMSNormOptions
+from trivium.parts.options.positions import BucketOptions
 
 
 def n0(
@@ -27,18 +27,18 @@ def n0(
     **places: Any,
 ) -> ModelConfig:
     """The study's baseline: pre-norm with true LayerNorm, T5 buckets per stack, biases in the feed-forward alone."""
-    attention = MultiHead(heads=heads, head=64, scale="none")
+    attention = MultiHeadOptions(heads=heads, head=64, scale="none")
     block = Block(
         attention=attention,
-        feedforward=places.pop("feedforward", Mlp(hidden=hidden, activation="relu")),
-        norm=norm or LayerNorm(eps=1e-6),
-        position=Buckets(),
+        feedforward=places.pop("feedforward", MlpOptions(hidden=hidden, activation="relu")),
+        norm=norm or LayerNormOptions(eps=1e-6),
+        position=BucketOptions(),
     )
     return ModelConfig(
         width=768,
         context=512,
         vocab=32_128,
-        embedding=Tokens(tie=tie),
+        embedding=TokenEmbeddingOptions(tie=tie),
         encoder=Stack(layers=layers, block=block),
         decoder=Stack(layers=layers, block=replace(block, cross=attention)),
     )
@@ -48,8 +48,8 @@ def n0(
     ("config", "count"),
     [
         pytest.param(n0(), 223_043_328, id="baseline"),
-        pytest.param(n0(norm=RMSNorm()), 222_995_712, id="rms norm"),
-        pytest.param(n0(feedforward=Glu(hidden=2048, activation="gelu", bias=True)), 223_067_904, id="geglu"),
+        pytest.param(n0(norm=RMSNormOptions()), 222_995_712, id="rms norm"),
+        pytest.param(n0(feedforward=GluOptions(hidden=2048, activation="gelu", bias=True)), 223_067_904, id="geglu"),
         pytest.param(n0(tie="inputs"), 247_717_632, id="separate output"),
         pytest.param(n0(tie="output"), 247_717_632, id="separate encoder"),
         pytest.param(n0(tie="none"), 272_391_936, id="untied"),
@@ -66,4 +66,4 @@ def test_the_counts_of_the_study(config: ModelConfig, count: int) -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "elu", "selu", "sigmoid", "softplus"])
 def test_an_activation_adds_no_parameter(activation: Activation) -> None:
-    assert n0(feedforward=Mlp(hidden=3072, activation=activation)).parameters() == 223_043_328
+    assert n0(feedforward=MlpOptions(hidden=3072, activation=activation)).parameters() == 223_043_328

@@ -17,17 +17,26 @@ from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer
 from trivium.objectives.causal import restarting
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.positions import Alibi, Buckets, Learned, NoPositions, Position, Rotary, Shaw, Sinusoidal
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.positions import (
+    AlibiOptions,
+    BucketOptions,
+    LearnedOptions,
+    NoPositionOptions,
+    Position,
+    RotaryOptions,
+    ShawOptions,
+    SinusoidalOptions,
+)
 
 SCHEMES: dict[str, Position] = {
-    "none": NoPositions(),
-    "learned": Learned(),
-    "sinusoidal": Sinusoidal(),
-    "rotary": Rotary(),
-    "t5": Buckets(buckets=8, distance=12),
-    "alibi": Alibi(),
-    "shaw": Shaw(distance=3),
+    "none": NoPositionOptions(),
+    "learned": LearnedOptions(),
+    "sinusoidal": SinusoidalOptions(),
+    "rotary": RotaryOptions(),
+    "t5": BucketOptions(buckets=8, distance=12),
+    "alibi": AlibiOptions(),
+    "shaw": ShawOptions(distance=3),
 }
 FAMILIES = ("encoder", "decoder", "encoder-decoder")
 TARGETS, SOURCES = (4, 3, 6), (5, 2, 7)  # tokens of each document; two more of padding
@@ -36,7 +45,7 @@ TARGETS, SOURCES = (4, 3, 6), (5, 2, 7)  # tokens of each document; two more of 
 def model(family: str, scheme: str) -> Transformer:
     position = SCHEMES[scheme]
     plain = Stack(layers=2, block=Block(position=position))
-    crossed = Stack(layers=2, block=Block(position=position, cross=MultiHead()))
+    crossed = Stack(layers=2, block=Block(position=position, cross=MultiHeadOptions()))
     return lively(
         ModelConfig(
             width=32,

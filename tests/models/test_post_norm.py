@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.battery import lively, some_ids
 from tests.cases import CONTEXT, VOCAB
+from tests.fast.compare import narrow
 from tests.kernels.launch import DEVICE, needs_gpu, needs_triton
 from trivium.fast.block import TwoReaders, _applies, _last_layer
 from trivium.fast.choose import FastOptions, fast, for_training
@@ -27,32 +28,37 @@ from trivium.models.transformer import Transformer
 from trivium.parts.linear import Linear
 from trivium.parts.masks import Mask, ScoreMask
 from trivium.parts.mixers import Context
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.options.norms import LayerNorm, Norm, RMSNorm
-from trivium.parts.options.residual import Post, Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions, Norm, RMSNormOptions
+from trivium.parts.options.residual import PostOptions, PreOptions
 from trivium.parts.positions import Positions
 from trivium.parts.residual import PostConnection
 from trivium.parts.site import Site
 
-BIASED = MultiHead(bias="all")
-RELU = Mlp(activation="relu")  # the other kernels of a step take seconds in the interpreter
+BIASED = MultiHeadOptions(bias="all")
+RELU = MlpOptions(activation="relu")  # the other kernels of a step take seconds in the interpreter
 
 
 def stack(**changes: Any) -> Stack:
-    return Stack(layers=2, block=Block(**{"attention": BIASED, "feedforward": RELU, "residual": Post(), **changes}))
+    return Stack(
+        layers=2, block=Block(**{"attention": BIASED, "feedforward": RELU, "residual": PostOptions(), **changes})
+    )
 
 
 # A stack's changes, and the norms that the kernel takes then.
 CASES: dict[str, tuple[dict[str, Stack], int]] = {
     "encoder": ({"encoder": stack()}, 4),
-    "decoder": ({"decoder": stack(feedforward=Glu(bias=True, activation="relu"))}, 4),
+    "decoder": ({"decoder": stack(feedforward=GluOptions(bias=True, activation="relu"))}, 4),
     "both": ({"encoder": stack(), "decoder": stack(cross=BIASED)}, 10),
-    "no bias": ({"encoder": stack(attention=MultiHead(), feedforward=Mlp(bias=False, activation="relu"))}, 4),
-    "lock": ({"encoder": stack(lock=1e-9)}, 0),
+    "no bias": (
+        {"encoder": stack(attention=MultiHeadOptions(), feedforward=MlpOptions(bias=False, activation="relu"))},
+        4,
+    ),
+    "variational": ({"encoder": stack(variational_dropout=1e-9)}, 0),
     "dropout": ({"encoder": stack(dropout=1e-9)}, 0),
-    "another norm": ({"encoder": stack(norm=RMSNorm())}, 0),
-    "pre": ({"decoder": stack(residual=Pre())}, 0),
+    "another norm": ({"encoder": stack(norm=RMSNormOptions())}, 0),
+    "pre": ({"decoder": stack(residual=PreOptions())}, 0),
 }
 
 
@@ -60,7 +66,7 @@ def model(name: str) -> Transformer:
     """A model in training on the device, plain, whose residual stream is bfloat16."""
     both: dict[str, Any] = {"encoder": NoStack(), "decoder": NoStack(), **CASES[name][0]}
     made = lively(ModelConfig(width=32, context=CONTEXT, vocab=VOCAB, **both)).float().to(DEVICE).train()
-    made.stream = torch.bfloat16
+    made.residual_dtype = torch.bfloat16
     return made
 
 
@@ -121,7 +127,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_gives_the_gradients_of_the_plain_way(name: str, launched: list[bool]) -> None:
     one = model(name)
-    slow, fast = gradients(one), gradients(quick(one))
+    slow, fast = gradients(narrow(one)), gradients(quick(one))
     assert launched == [name != "no bias"] * CASES[name][1]
     close(fast, slow)
 
@@ -132,7 +138,7 @@ def test_a_compiled_model_has_the_gradients_of_the_plain_way(name: str, launched
     one = model(name)
     other = quick(one)
     torch._dynamo.reset()
-    close(gradients(cast(nn.Module, torch.compile(other)), learning=other), gradients(one))
+    close(gradients(cast(nn.Module, torch.compile(other)), learning=other), gradients(narrow(one)))
     assert launched
 
 
@@ -195,7 +201,7 @@ def test_a_frozen_bias_and_products_in_float8_keep_their_gradients(launched: lis
 @needs_triton
 def test_what_is_computed_again_goes_the_plain_way(launched: list[bool]) -> None:
     one = model("encoder")
-    slow, other = gradients(one), quick(one)
+    slow, other = gradients(narrow(one)), quick(one)
     other.recompute = True
     close(gradients(other), slow)
     assert not launched
@@ -203,7 +209,7 @@ def test_what_is_computed_again_goes_the_plain_way(launched: list[bool]) -> None
 
 @pytest.mark.parametrize("kind", ["attention", "mlp", "glu"])
 def test_without_bias_grad_the_last_bias_is_a_constant(kind: str) -> None:
-    options: Any = {"attention": BIASED, "mlp": Mlp(), "glu": Glu(bias=True)}[kind]
+    options: Any = {"attention": BIASED, "mlp": MlpOptions(), "glu": GluOptions(bias=True)}[kind]
     part: Any = options.build(Site(width=32, context=CONTEXT))
     with torch.no_grad():
         for parameter in part.parameters():
@@ -230,7 +236,7 @@ def test_a_part_with_hooks_or_of_another_kind_has_no_last_layer() -> None:
     class Another(nn.Module):
         """What replaces a part may use the bias in its own way."""
 
-    part = Mlp().build(Site(width=32, context=4))
+    part = MlpOptions().build(Site(width=32, context=4))
     assert _last_layer(part) is None  # a plain part does not know `bias_grad`
     fast(part)
     last = _last_layer(part)
@@ -245,7 +251,7 @@ def test_a_part_with_hooks_or_of_another_kind_has_no_last_layer() -> None:
 
 
 def connection(norm: Norm | None = None, rate: float = 0.0, width: int = 32) -> PostConnection:
-    around = Post().build(Site(width=width, context=4), norm or LayerNorm(), rate).to(DEVICE).train()
+    around = PostOptions().build(Site(width=width, context=4), norm or LayerNormOptions(), rate).to(DEVICE).train()
     assert isinstance(around, PostConnection)
     return around
 
@@ -258,10 +264,12 @@ REFUSED: dict[str, Callable[[], bool]] = {
     "float32": lambda: _applies(connection(), stream(dtype=torch.float32)),
     "float16": lambda: _applies(connection(), stream(dtype=torch.float16)),
     "wide": lambda: _applies(connection(width=4097), stream(4097)),
-    "another norm": lambda: _applies(connection(RMSNorm()), stream()),
+    "another norm": lambda: _applies(connection(RMSNormOptions()), stream()),
     "dropout": lambda: _applies(connection(rate=0.1), stream()),
     "all of bfloat16": lambda: _applies(connection().bfloat16(), stream()),
-    "another connection": lambda: _applies(Pre().build(Site(width=32, context=4), LayerNorm(), 0.0), stream()),
+    "another connection": lambda: _applies(
+        PreOptions().build(Site(width=32, context=4), LayerNormOptions(), 0.0), stream()
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from trivium.config import digest
 from trivium.fast.choose import FAST, PLAIN, plain
 from trivium.models.transformer import weights
 from trivium.parts.init import Gpt
+from trivium.parts.mixers import Context
 
 FAMILIES = ("llama-mini", "bert-mini", "t5-mini")
 DISTINCT = list({digest(replace(case.config, init=Gpt())): case for case in reversed(PARTS)}.values())
@@ -135,7 +136,7 @@ def test_the_checks_find_a_layer_that_is_bypassed() -> None:
             super().__init__()
             self.up, self.down = part.up, part.down
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
             up, down = self.up, self.down
             assert isinstance(up, nn.Module)
             assert isinstance(down, nn.Module)

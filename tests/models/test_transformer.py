@@ -19,20 +19,19 @@ from trivium.models.block import StandardBlock
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.options import Block, Parallel
 from trivium.models.transformer import Transformer, build, load_weights, weights
-from trivium.parts.losses import WithLosses, split
+from trivium.parts.losses import split
 from trivium.parts.masks import Mask, ScoreMask
 from trivium.parts.mixers import Context
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.options.positions import Learned, NoPositions, Rotary
-from trivium.parts.options.residual import Post, Pre, Residual, Sandwich
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
+from trivium.parts.options.positions import LearnedOptions, NoPositionOptions, RotaryOptions
+from trivium.parts.options.residual import PostOptions, PreOptions, Residual, SandwichOptions
 from trivium.parts.positions import Positions
-from trivium.parts.residual import Sublayer
 
 ORDER = torch.tensor([3, 0, 6, 1, 5, 2, 4])
-BAG = Stack(layers=2, block=Block(position=NoPositions()))
-CROSSED = Stack(layers=2, block=Block(cross=MultiHead(), position=Learned()))
+BAG = Stack(layers=2, block=Block(position=NoPositionOptions()))
+CROSSED = Stack(layers=2, block=Block(cross=MultiHeadOptions(), position=LearnedOptions()))
 
 
 def named(name: str) -> Case:
@@ -52,7 +51,7 @@ def test_an_encoder_without_positions_is_permutation_equivariant() -> None:
 
 def test_an_encoder_with_positions_is_not() -> None:
     tokens_BT = some_ids(2, 7)
-    for position in (Learned(), Rotary()):
+    for position in (LearnedOptions(), RotaryOptions()):
         encoder = model(encoder=Stack(layers=2, block=Block(position=position)))
         assert (logits(encoder, tokens_BT[:, ORDER]) - logits(encoder, tokens_BT)[:, ORDER]).abs().max() > 1e-2
 
@@ -81,7 +80,7 @@ def test_a_decoder_ignores_the_order_of_a_source_that_its_encoder_gave_no_positi
 
 
 def test_a_decoder_notices_the_order_of_a_source_with_positions() -> None:
-    ordered = Stack(layers=2, block=Block(position=Learned()))
+    ordered = Stack(layers=2, block=Block(position=LearnedOptions()))
     both, tokens_BT, source_BS = model(encoder=ordered, decoder=CROSSED), some_ids(2, 5), some_ids(2, 7, seed=1)
     first, moved = (logits(both, tokens_BT, source=source) for source in (source_BS, source_BS[:, ORDER]))
     assert (first - moved).abs().max() > 1e-3
@@ -100,7 +99,7 @@ def test_a_source_that_nothing_reads_is_refused(family: str) -> None:
 
 
 def test_more_tokens_than_the_context_are_refused_with_and_without_a_cache() -> None:
-    for position in (Learned(), Rotary()):
+    for position in (LearnedOptions(), RotaryOptions()):
         decoder = model(decoder=Stack(layers=1, block=Block(position=position)))
         decoder(some_ids(1, CONTEXT))
         with pytest.raises(RequestError, match="17 tokens are more than the model's context of 16"):
@@ -142,7 +141,7 @@ def test_left_padding_and_a_cache_go_together() -> None:
 
 
 def test_layers_with_equal_position_options_share_one_table() -> None:
-    other, turned = Block(feedforward=Mlp(hidden=8)), Block(position=Rotary())
+    other, turned = Block(feedforward=MlpOptions(hidden=8)), Block(position=RotaryOptions())
     variants = {"other": other, "turned": turned}
     stack = Stack(layers=4, block=Block(), pattern=("", "other", "turned"), variants=variants)
     decoder = build(ModelConfig(width=16, context=8, vocab=9, decoder=stack)).decoder
@@ -151,18 +150,20 @@ def test_layers_with_equal_position_options_share_one_table() -> None:
     assert decoder.position_of == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("place", ["embedding", "block", "locked", "attention", "feedforward", "hidden", "states"])
+@pytest.mark.parametrize("place", ["embedding", "block", "variational", "attention", "feedforward", "hidden", "states"])
 def test_dropout_in_each_place_acts_in_training_only(place: str) -> None:
     block = Block(
-        attention=MultiHead(dropout=0.5 if place == "attention" else 0.0),
-        feedforward=Mlp(dropout=0.5 if place == "feedforward" else 0.0, lock=0.5 if place == "hidden" else 0.0),
+        attention=MultiHeadOptions(dropout=0.5 if place == "attention" else 0.0),
+        feedforward=MlpOptions(
+            dropout=0.5 if place == "feedforward" else 0.0, variational_dropout=0.5 if place == "hidden" else 0.0
+        ),
         dropout=0.5 if place == "block" else 0.0,
-        lock=0.5 if place == "locked" else 0.0,
+        variational_dropout=0.5 if place == "variational" else 0.0,
     )
-    stack = Stack(layers=1, block=block, lock=0.5 if place == "states" else 0.0)
+    stack = Stack(layers=1, block=block, variational_dropout=0.5 if place == "states" else 0.0)
     config = ModelConfig(width=16, context=8, vocab=VOCAB, decoder=stack)
     if place == "embedding":
-        config = replace(config, embedding=Tokens(dropout=0.5))
+        config = replace(config, embedding=TokenEmbeddingOptions(dropout=0.5))
     drawn, tokens_BT = lively(config), some_ids(1, 5)
 
     def twice() -> bool:
@@ -175,20 +176,12 @@ def test_dropout_in_each_place_acts_in_training_only(place: str) -> None:
 
 
 def test_a_block_loses_the_same_features_in_all_places_of_a_row() -> None:
-    block = Block(lock=0.5, position=NoPositions())
+    block = Block(variational_dropout=0.5, position=NoPositionOptions())
     drawn = lively(ModelConfig(width=64, context=8, vocab=VOCAB, decoder=Stack(layers=1, block=block))).train()
     decoder = drawn.decoder
     assert decoder is not None
     around, seen = cast(StandardBlock, decoder.blocks[0]).around_feedforward, list[Tensor]()
-
-    def noting(sublayer: Sublayer) -> Sublayer:
-        def noted(x: Tensor) -> Tensor | WithLosses:
-            seen.append(split(sublayer(x))[0])
-            return seen[-1]
-
-        return noted
-
-    around.register_forward_pre_hook(lambda _, given: (given[0], noting(given[1])))
+    around.register_forward_hook(lambda _, given, out: seen.append(split(out)[0] - given[0]))  # what the network adds
     logits(drawn, some_ids(3, 8))
     lost_BTD = seen[0] == 0
     assert torch.equal(lost_BTD, lost_BTD[:, :1].expand_as(lost_BTD))
@@ -197,7 +190,7 @@ def test_a_block_loses_the_same_features_in_all_places_of_a_row() -> None:
 
 
 def test_a_stack_loses_the_same_features_of_its_states_in_all_places_of_a_row() -> None:
-    stack = Stack(layers=1, block=Block(feedforward=Glu(lock=0.25)), lock=0.5)
+    stack = Stack(layers=1, block=Block(feedforward=GluOptions(variational_dropout=0.25)), variational_dropout=0.5)
     drawn = lively(ModelConfig(width=64, context=8, vocab=VOCAB, decoder=stack)).train()
     lost_BTD = drawn(some_ids(3, 8)).hidden == 0
     assert torch.equal(lost_BTD, lost_BTD[:, :1].expand_as(lost_BTD))
@@ -206,7 +199,7 @@ def test_a_stack_loses_the_same_features_of_its_states_in_all_places_of_a_row() 
 
 
 def test_an_encoder_that_loses_features_loses_them_for_the_decoder_too() -> None:
-    encoder, decoder = Stack(layers=1, lock=0.5), Stack(layers=1, block=Block(cross=MultiHead()))
+    encoder, decoder = Stack(layers=1, variational_dropout=0.5), Stack(layers=1, block=Block(cross=MultiHeadOptions()))
     drawn = lively(ModelConfig(width=64, context=8, vocab=VOCAB, encoder=encoder, decoder=decoder))
     seen, sides = list[Tensor](), {True: drawn.train, False: drawn.eval}
     assert drawn.encoder is not None
@@ -326,12 +319,12 @@ def test_computing_again_gives_the_same_gradients_bit_for_bit(family: str) -> No
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("residual", [Pre(), Post(), Sandwich()])
+@pytest.mark.parametrize("residual", [PreOptions(), PostOptions(), SandwichOptions()])
 def test_a_narrow_stream_is_narrow_in_all_blocks_and_in_training_only(residual: Residual) -> None:
     stack = Stack(layers=3, block=Block(residual=residual))
     drawn = build(ModelConfig(width=16, context=8, vocab=VOCAB, decoder=stack), seed=3).train()
     fast(drawn)
-    drawn.stream = torch.bfloat16
+    drawn.residual_dtype = torch.bfloat16
     decoder, seen = drawn.decoder, list[torch.dtype]()
     assert decoder is not None
     for block in decoder.blocks:
@@ -354,7 +347,9 @@ def _with_dropout(config: ModelConfig) -> ModelConfig:
 
 
 def test_a_parallel_block_adds_what_both_halves_read_from_one_norm() -> None:
-    config = replace(named("decoder: parallel").config, decoder=Stack(layers=1, block=Parallel(position=NoPositions())))
+    config = replace(
+        named("decoder: parallel").config, decoder=Stack(layers=1, block=Parallel(position=NoPositionOptions()))
+    )
     model = lively(config)
     assert model.decoder is not None
     x, block = model.embedding(some_ids(1, 4)), cast(Any, model.decoder.blocks[0])

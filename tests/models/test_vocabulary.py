@@ -16,29 +16,29 @@ from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, weights
 from trivium.models.vocabulary import extend
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.output import MaskedHead, Softmax
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.output import MaskedOutputOptions, SoftmaxOptions
 from trivium.text.kinds import Bytes
 
 V, W = 52, 59
-PLAIN, CROSSED = Stack(layers=2), Stack(layers=2, block=Block(cross=MultiHead()))
+PLAIN, CROSSED = Stack(layers=2), Stack(layers=2, block=Block(cross=MultiHeadOptions()))
 FAMILIES: dict[str, dict[str, Any]] = {
     "decoder, tied": {"decoder": PLAIN},
     "decoder, untied with bias": {
         "decoder": PLAIN,
-        "embedding": Tokens(tie="none"),
-        "output": Softmax(bias=True),
+        "embedding": TokenEmbeddingOptions(tie="none"),
+        "output": SoftmaxOptions(bias=True),
     },
     "encoder, BERT's head": {
         "encoder": PLAIN,
         "decoder": NoStack(),
-        "embedding": Tokens(segments=2),
-        "output": MaskedHead(),
+        "embedding": TokenEmbeddingOptions(segments=2),
+        "output": MaskedOutputOptions(),
     },
     "both, one matrix": {"encoder": PLAIN, "decoder": CROSSED},
-    "both, three matrices": {"encoder": PLAIN, "decoder": CROSSED, "embedding": Tokens(tie="none")},
-    "as many ids as the width": {"decoder": PLAIN, "width": V, "embedding": Tokens(tie="none")},
+    "both, three matrices": {"encoder": PLAIN, "decoder": CROSSED, "embedding": TokenEmbeddingOptions(tie="none")},
+    "as many ids as the width": {"decoder": PLAIN, "width": V, "embedding": TokenEmbeddingOptions(tie="none")},
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -19,9 +19,9 @@ from trivium.labels import IGNORED
 from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.objectives.options import Objective
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.output import Softmax
-from trivium.parts.options.positions import Rotary
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.output import SoftmaxOptions
+from trivium.parts.options.positions import RotaryOptions
 from trivium.parts.output import Head, SoftmaxOutput
 from trivium.parts.site import Site
 from trivium.text.kinds import Bytes, Chars
@@ -92,7 +92,7 @@ class Heads(NamedTuple):
 
 def speaking(vocab: int) -> Heads:
     """A model whose logits are the states themselves."""
-    head = Softmax().build(Site(width=vocab, context=1, vocab=vocab), None)
+    head = SoftmaxOptions().build(Site(width=vocab, context=1, vocab=vocab), None)
     assert isinstance(head, SoftmaxOutput)
     with torch.no_grad():
         head.project.weight.copy_(torch.eye(vocab))
@@ -110,8 +110,8 @@ def octets(objective: Objective) -> Tokenizer:
 
 def tiny(family: str, context: int, vocab: int, **places: Any) -> ModelConfig:
     """One layer a side, with other places of the model as given."""
-    plain = Stack(layers=1, block=Block(position=Rotary()))
-    crossed = Stack(layers=1, block=Block(position=Rotary(), cross=MultiHead()))
+    plain = Stack(layers=1, block=Block(position=RotaryOptions()))
+    crossed = Stack(layers=1, block=Block(position=RotaryOptions(), cross=MultiHeadOptions()))
     sides: dict[str, tuple[AnyStack, AnyStack]] = {
         "encoder": (plain, NoStack()),
         "decoder": (NoStack(), plain),

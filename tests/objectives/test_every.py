@@ -23,9 +23,9 @@ from trivium.models.transformer import States, build
 from trivium.objectives.objective import Task
 from trivium.objectives.options import OBJECTIVES, Causal, Denoise, Masked, Objective, Prefix, Seq2Seq, Spans
 from trivium.parts.losses import total
-from trivium.parts.options.boundary import SpanBoundary
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.sentence import Pooler
+from trivium.parts.options.boundary import SpanBoundaryOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.sentence import PoolerOptions
 from trivium.text.tokenizer import Tokenizer
 
 
@@ -70,7 +70,7 @@ class Case(NamedTuple):
         return math.log(2) if "sentence" in self.places else 0.0
 
 
-PAIRED = {"embedding": Tokens(segments=2), "sentence": Pooler()}
+PAIRED = {"embedding": TokenEmbeddingOptions(segments=2), "sentence": PoolerOptions()}
 
 CASES = {
     "causal": Case(Causal(), "decoder"),
@@ -83,7 +83,7 @@ CASES = {
     "masked, static": Case(Masked(copies=3), "encoder"),
     "masked, pairs": Case(Masked(frame="pair"), "encoder", places=PAIRED),
     "masked, static pairs": Case(Masked(frame="pair", copies=2, unit="word"), "encoder", places=PAIRED),
-    "spans": Case(Spans(), "encoder", places={"boundary": SpanBoundary()}),
+    "spans": Case(Spans(), "encoder", places={"boundary": SpanBoundaryOptions()}),
     "spans, alone": Case(Spans(frame="none", rate=0.4), "encoder"),
     "denoise": Case(Denoise(), "encoder-decoder"),
     "denoise, coins": Case(Denoise(noise="iid"), "encoder-decoder"),
@@ -155,7 +155,8 @@ def test_cutting_a_batch_into_micro_batches_changes_nothing(case: Case, sizes: l
         assert torch.equal(tensor, torch.cat([batch.inputs[name] for batch in batches]))
     assert torch.equal(spread(whole), torch.cat([spread(batch) for batch in batches]))
     assert whole.counts == add_counts(batch.counts for batch in batches)
-    assert (len(whole.counts) > 1) == bool(case.second)
+    assert (len(whole.counts) > 2) == bool(case.second)
+    assert whole.counts["sequences"] == sum(len(next(iter(batch.inputs.values()))) for batch in batches)
 
 
 def test_permuting_rows_permutes_labels(case: Case) -> None:
@@ -226,7 +227,7 @@ def test_a_model_of_the_family_takes_the_inputs_and_learns_from_them(case: Case,
     states = model(**batch.inputs)
     losses = case.task.loss(model, states, batch.targets)
     assert next(iter(losses)) == "tokens"
-    assert {loss.over for loss in losses.values()} == batch.counts.keys()
+    assert {"sequences", *(loss.over for loss in losses.values())} == batch.counts.keys()
     loss = total(losses, batch.counts)
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(math.log(case.tokenizer.size) + case.second, rel=0.2)

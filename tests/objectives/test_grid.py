@@ -12,32 +12,31 @@ import torch
 
 from tests.objectives.samples import octets, stream
 from trivium.data.packing import Rows
-from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack
+from trivium.models.config import AnyStack, ModelConfig, NoStack, Stack, TiedStack
 from trivium.models.options import Block
 from trivium.models.transformer import build
 from trivium.objectives.options import Causal, Denoise, Objective, Prefix
 from trivium.parts.init import T5
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.norms import RMSNorm
-from trivium.parts.options.positions import Buckets
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.norms import RMSNormOptions
+from trivium.parts.options.positions import BucketOptions
 
 LAYERS, CONTEXT, VOCAB = 2, 48, 400
-BLOCK = Block(norm=RMSNorm(), position=Buckets(buckets=16, distance=32))
+BLOCK = Block(norm=RMSNormOptions(), position=BucketOptions(buckets=16, distance=32))
 TEXT = Path(__file__).resolve().parents[2] / "trivium" / "assets" / "shakespeare-train.txt.gz"
 
 
-def _model(encoder: int, decoder: int, *, share: bool = False) -> ModelConfig:
+def _model(encoder: int, decoder: int, kind: type[Stack | TiedStack] = Stack) -> ModelConfig:
     """`encoder` and `decoder` layers of T5's kind; none is no side at all."""
-    crossed = replace(BLOCK, cross=MultiHead())
+    crossed = replace(BLOCK, cross=MultiHeadOptions())
     first: AnyStack = Stack(layers=encoder, block=BLOCK) if encoder else NoStack()
-    second: AnyStack = Stack(layers=decoder, block=crossed if encoder else BLOCK)
-    made = ModelConfig(width=32, context=CONTEXT, vocab=VOCAB, encoder=first, decoder=second, init=T5())
-    return replace(made, share="stacks") if share else made
+    second: AnyStack = kind(layers=decoder, block=crossed if encoder else BLOCK)
+    return ModelConfig(width=32, context=CONTEXT, vocab=VOCAB, encoder=first, decoder=second, init=T5())
 
 
 ARCHITECTURES = {
     "encoder-decoder": _model(LAYERS, LAYERS),
-    "shared": _model(LAYERS, LAYERS, share=True),
+    "shared": _model(LAYERS, LAYERS, TiedStack),
     "half depth": _model(LAYERS // 2, LAYERS // 2),
     "language model": _model(0, LAYERS),
     "prefix LM": _model(0, LAYERS),

@@ -25,11 +25,11 @@ from trivium.objectives.masked import MaskedTask
 from trivium.objectives.options import CLASS, PADDING, SEPARATOR, Masked
 from trivium.objectives.pairing import FOLLOWS, STRANGE, Span, pair, truncated
 from trivium.parts.losses import total
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.sentence import Pooler
-from trivium.parts.sentence import PooledSentence
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.sentence import PoolerOptions
+from trivium.parts.sentence import Pooler
 
-PLACES = {"embedding": Tokens(segments=2), "sentence": Pooler()}
+PLACES = {"embedding": TokenEmbeddingOptions(segments=2), "sentence": PoolerOptions()}
 
 
 def bound(context: int, **options: object) -> MaskedTask:
@@ -209,11 +209,14 @@ def test_windows_without_two_tokens_in_a_row_are_still_pairs() -> None:
     ("places", "key"),
     [
         (
-            {"sentence": Pooler()},
+            {"sentence": PoolerOptions()},
             "model.embedding.segments: objective.frame=pair has two kinds of segment; set it to 2",
         ),
-        ({"embedding": Tokens(segments=2)}, "model.sentence: .*set it to pooler, with classes=2"),
-        ({"embedding": Tokens(segments=2), "sentence": Pooler(classes=3)}, "model.sentence: .*classes=2"),
+        ({"embedding": TokenEmbeddingOptions(segments=2)}, "model.sentence: .*set it to pooler, with classes=2"),
+        (
+            {"embedding": TokenEmbeddingOptions(segments=2), "sentence": PoolerOptions(classes=3)},
+            "model.sentence: .*classes=2",
+        ),
     ],
 )
 def test_a_model_that_cannot_answer_is_refused(places: dict[str, object], key: str) -> None:
@@ -254,7 +257,7 @@ def learned(documents: list[list[int]]) -> float:
         optimizer.step()
     batch = task.inputs(rows.take(np.arange(1000) % len(rows)), rng)
     with torch.no_grad():
-        logits_BC = cast(PooledSentence, model.sentence).logits(model(**batch.inputs).hidden)
+        logits_BC = cast(Pooler, model.sentence).logits(model(**batch.inputs).hidden)
     return (logits_BC.argmax(-1) == batch.targets["classes"]).float().mean().item()
 
 

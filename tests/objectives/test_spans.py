@@ -22,9 +22,9 @@ from trivium.labels import IGNORED
 from trivium.models.transformer import Transformer, build
 from trivium.objectives.options import CLASS, MASK, SEPARATOR, Spans
 from trivium.objectives.spans import SpansTask, borders, ends, lengths
-from trivium.parts.boundary import BoundaryHead
+from trivium.parts.boundary import SpanBoundaryHead
 from trivium.parts.losses import total
-from trivium.parts.options.boundary import SpanBoundary
+from trivium.parts.options.boundary import SpanBoundaryOptions
 from trivium.parts.output import Head
 
 Flags = npt.NDArray[np.bool_]
@@ -35,7 +35,7 @@ PMF = [0.2241, 0.1792, 0.1434, 0.1147, 0.0918, 0.0734, 0.0587, 0.0470, 0.0376, 0
 def bound(context: int, *, places: int = 15, **options: object) -> SpansTask:
     objective = replace(Spans(), **options)  # type: ignore[arg-type]
     tokenizer = octets(objective)
-    head = {"boundary": SpanBoundary(rows=places)} if places else {}
+    head = {"boundary": SpanBoundaryOptions(rows=places)} if places else {}
     return objective.bind(tokenizer, tiny("encoder", context, tokenizer.size, **head))
 
 
@@ -220,14 +220,14 @@ def test_a_model_without_a_boundary_head_has_the_tokens_alone() -> None:
     task = bound(42, places=0)
     batch = task.inputs(random_rows(4, 40, 256), np.random.default_rng(0))
     assert set(batch.targets) == {"where", "labels"}
-    assert batch.counts.keys() == {"tokens"}
+    assert batch.counts.keys() == {"tokens", "sequences"}
 
 
 def test_borders_learn_what_they_can_tell_and_no_more() -> None:
     """Runs of one letter: its neighbours tell a hidden letter inside a run, but nothing tells random letters."""
     objective = Spans(rate=0.2, longest=3, frame="none")
     tokenizer = letters(objective, 6)
-    config = tiny("encoder", 24, tokenizer.size, boundary=SpanBoundary(size=8))
+    config = tiny("encoder", 24, tokenizer.size, boundary=SpanBoundaryOptions(size=8))
     for size, least, most in ((8, 0.7, 1.0), (1, 1 / 6 - 0.06, 1 / 6 + 0.06)):
         task, model, rng = objective.bind(tokenizer, config), build(config, seed=0), np.random.default_rng(0)
         task = replace(task, vocabulary=replace(task.vocabulary, starts_word=~task.vocabulary.is_special))
@@ -248,7 +248,7 @@ def test_borders_learn_what_they_can_tell_and_no_more() -> None:
 
 
 def _right(model: Transformer, batch: Batch, hidden: torch.Tensor) -> float:
-    flat, targets, head = hidden.flatten(0, 1), batch.targets, cast(BoundaryHead, model.boundary)
+    flat, targets, head = hidden.flatten(0, 1), batch.targets, cast(SpanBoundaryHead, model.boundary)
     states = head.states(flat[targets["left"]], flat[targets["right"]], targets["places"])
     real = targets["bordered"] != IGNORED
     guess = cast(Head, head.output).logits(states).argmax(-1)

@@ -22,14 +22,14 @@ from trivium.models.transformer import Transformer, build
 from trivium.objectives.objective import Task
 from trivium.objectives.options import Masked, Objective, Spans
 from trivium.parts.losses import Losses, total
-from trivium.parts.options.boundary import SpanBoundary
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.sentence import Pooler
+from trivium.parts.options.boundary import SpanBoundaryOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.sentence import PoolerOptions
 
-PAIRS: dict[str, Any] = {"embedding": Tokens(segments=2), "sentence": Pooler()}
+PAIRS: dict[str, Any] = {"embedding": TokenEmbeddingOptions(segments=2), "sentence": PoolerOptions()}
 CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "pairs": (Masked(frame="pair"), PAIRS),
-    "spans": (Spans(rate=0.4), {"boundary": SpanBoundary(rows=4)}),
+    "spans": (Spans(rate=0.4), {"boundary": SpanBoundaryOptions(rows=4)}),
 }
 NAMES = {"pairs": "sentences", "spans": "boundary"}
 
@@ -106,7 +106,7 @@ def test_the_loss_of_a_step_is_the_sum_of_two_plain_means(name: str) -> None:
     tokens, other = losses(task, model, batch).items()
     assert tokens[0] == tokens[1].over == "tokens"
     assert other[0] == other[1].over == NAMES[name]
-    assert batch.counts.keys() == {"tokens", NAMES[name]}
+    assert batch.counts.keys() == {"tokens", "sequences", NAMES[name]}
     assert 0 < batch.counts[other[0]] != batch.counts["tokens"]
     assert total(dict((tokens, other)), batch.counts).item() == pytest.approx(
         sum(loss.sum.item() / batch.counts[key] for key, loss in (tokens, other)), rel=1e-6

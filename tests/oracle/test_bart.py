@@ -17,7 +17,7 @@ from tests.oracle.copying import copy, enliven, ids, logits, near, near_sides
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS, bart
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.attention import MultiHeadOptions
 
 VOCAB, WIDTH, HEADS = 79, 36, 3
 Pair = Callable[[int], tuple[Any, Transformer]]
@@ -48,8 +48,8 @@ def smaller(config: ModelConfig) -> ModelConfig:
 
     def side(stack: object) -> Stack:
         assert isinstance(stack, Stack)
-        attention = MultiHead(heads=HEADS, bias="all")
-        cross = attention if isinstance(stack.block.cross, MultiHead) else stack.block.cross
+        attention = MultiHeadOptions(heads=HEADS, bias="all")
+        cross = attention if isinstance(stack.block.cross, MultiHeadOptions) else stack.block.cross
         return replace(stack, layers=2, block=replace(stack.block, attention=attention, cross=cross))  # type: ignore[type-var]
 
     return replace(config, width=WIDTH, vocab=VOCAB, encoder=side(config.encoder), decoder=side(config.decoder))

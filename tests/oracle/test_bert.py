@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForPreTraining, RobertaConfig, RobertaF
 from tests.oracle.copying import copy, enliven, ids, logits, near, near_gradients, near_states, states
 from trivium.models.presets import bert
 from trivium.models.transformer import Transformer, build
-from trivium.parts.sentence import PooledSentence
+from trivium.parts.sentence import Pooler
 
 SHAPES = [bert.Shape(3, 36, 3, vocab=97), bert.Shape(2, 40, 5, vocab=61)]
 
@@ -65,7 +65,7 @@ def test_both_heads_of_bert_equal_those_of_transformers(shape: bert.Shape, seed:
         other = theirs(tokens_BT, attention_mask=real_BT.long(), token_type_ids=segments_BT)
         hidden = ours(tokens_BT, padding=real_BT, segments=segments_BT).hidden
         near(ours.head.logits(hidden)[real_BT], other.prediction_logits[real_BT])
-        near(cast(PooledSentence, ours.sentence).logits(hidden), other.seq_relationship_logits)
+        near(cast(Pooler, ours.sentence).logits(hidden), other.seq_relationship_logits)
 
 
 def test_bert_without_segments_is_all_segment_0() -> None:
@@ -123,7 +123,7 @@ def test_the_gradients_of_bert_equal_those_of_transformers() -> None:
     ).loss.backward()
     hidden = ours(tokens_BT, segments=segments_BT).hidden
     masked = labels_BT != -100
-    sentence = cast(PooledSentence, ours.sentence).logits(hidden)
+    sentence = cast(Pooler, ours.sentence).logits(hidden)
     loss = ours.head.nll(hidden[masked], labels_BT[masked]).mean()
     (loss + torch.nn.functional.cross_entropy(sentence, torch.tensor([0, 1, 0]))).backward()  # type: ignore[no-untyped-call]
     near_gradients(theirs, ours, "bert")

@@ -14,11 +14,11 @@ from tests.oracle.copying import copy, enliven, ids, left_padded, logits, near, 
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block, Parallel
 from trivium.models.transformer import Transformer, build
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.positions import Alibi, Rotary
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.positions import AlibiOptions, RotaryOptions
 
 VOCAB, CONTEXT = 71, 64
 
@@ -37,17 +37,17 @@ def neox_pair(seed: int, share: float) -> tuple[Any, Transformer]:
     ).eval()
     enliven(theirs, seed=seed)
     block = Parallel(
-        attention=MultiHead(heads=3, bias="all"),
-        feedforward=Mlp(hidden=88, activation="gelu"),
+        attention=MultiHeadOptions(heads=3, bias="all"),
+        feedforward=MlpOptions(hidden=88, activation="gelu"),
         norms="two",
-        position=Rotary(share=share),
+        position=RotaryOptions(share=share),
     )
     ours = build(
         ModelConfig(
             width=48,
             context=CONTEXT,
             vocab=VOCAB,
-            embedding=Tokens(tie="none"),
+            embedding=TokenEmbeddingOptions(tie="none"),
             decoder=Stack(layers=3, block=block),
         )
     ).eval()
@@ -59,14 +59,16 @@ def bloom_pair(seed: int, heads: int) -> tuple[Any, Transformer]:
     theirs = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=3, n_head=heads)).eval()
     enliven(theirs, seed=seed)
     block = Block(
-        attention=MultiHead(heads=heads, bias="all"), feedforward=Mlp(activation="gelu-tanh"), position=Alibi()
+        attention=MultiHeadOptions(heads=heads, bias="all"),
+        feedforward=MlpOptions(activation="gelu-tanh"),
+        position=AlibiOptions(),
     )
     ours = build(
         ModelConfig(
             width=48,
             context=CONTEXT,
             vocab=VOCAB,
-            embedding=Tokens(norm=LayerNorm()),
+            embedding=TokenEmbeddingOptions(norm=LayerNormOptions()),
             decoder=Stack(layers=3, block=block),
         )
     ).eval()

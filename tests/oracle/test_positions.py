@@ -22,7 +22,13 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5Config
 from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
 
 from tests.parts.drawing import random
-from trivium.parts.options.positions import Alibi, Buckets, Learned, Rotary, Sinusoidal
+from trivium.parts.options.positions import (
+    AlibiOptions,
+    BucketOptions,
+    LearnedOptions,
+    RotaryOptions,
+    SinusoidalOptions,
+)
 from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Ntk, Scaling, Yarn
 from trivium.parts.positions import BucketPositions, LearnedPositions
 from trivium.parts.site import Site
@@ -30,26 +36,26 @@ from trivium.parts.site import Site
 # added to the embeddings
 
 
-def added(options: Sinusoidal, rows: int, width: int) -> Tensor:
+def added(options: SinusoidalOptions, rows: int, width: int) -> Tensor:
     part = options.build(Site(width=width, context=rows))
     return part.embed(torch.zeros(1, rows, width), torch.arange(rows)[None])[0]
 
 
 def test_the_sinusoids_are_those_of_marian_xlm_and_m2m100() -> None:
     marian = MarianSinusoidalPositionalEmbedding(300, 32).create_weight()
-    torch.testing.assert_close(added(Sinusoidal(layout="halves"), 300, 32), marian, atol=1e-6, rtol=0)
+    torch.testing.assert_close(added(SinusoidalOptions(layout="halves"), 300, 32), marian, atol=1e-6, rtol=0)
     xlm = create_sinusoidal_embeddings(300, 32, torch.empty(300, 32))
-    torch.testing.assert_close(added(Sinusoidal(), 300, 32), xlm, atol=1e-6, rtol=0)
+    torch.testing.assert_close(added(SinusoidalOptions(), 300, 32), xlm, atol=1e-6, rtol=0)
     # its angles are in float32, so it strays with the position
     m2m100 = M2M100SinusoidalPositionalEmbedding.get_embedding(300, 32)
-    ours = added(Sinusoidal(layout="halves", spacing="tensor2tensor"), 300, 32)
+    ours = added(SinusoidalOptions(layout="halves", spacing="tensor2tensor"), 300, 32)
     torch.testing.assert_close(ours, m2m100, atol=1e-4, rtol=0)
-    assert (added(Sinusoidal(layout="halves"), 300, 32) - m2m100).abs().max() > 0.1
+    assert (added(SinusoidalOptions(layout="halves"), 300, 32) - m2m100).abs().max() > 0.1
 
 
 def test_an_offset_of_two_is_barts() -> None:
     theirs = BartLearnedPositionalEmbedding(10, 8)
-    ours = Learned(offset=2).build(Site(width=8, context=10))
+    ours = LearnedOptions(offset=2).build(Site(width=8, context=10))
     assert isinstance(ours, LearnedPositions)
     ours.load_state_dict({"table": theirs.weight})
     expected = theirs(torch.zeros(1, 10, dtype=torch.long))
@@ -117,13 +123,13 @@ def test_turning_is_that_of_gpt_neox_and_gpt_j(share: float) -> None:
     site = Site(width=64, context=128, heads=2, head=head)
     x_BHTE = random(1, 2, 4, head)
 
-    halves = Rotary(share=share).build(site)
+    halves = RotaryOptions(share=share).build(site)
     angles = at[..., None] * 10_000.0 ** (-torch.arange(0, size, 2) / size)
     whole = torch.cat((angles, angles), dim=-1)
     expected, _ = turn_neox(x_BHTE, x_BHTE, whole.cos(), whole.sin())
     torch.testing.assert_close(halves.rotate(x_BHTE, halves.prepare(at, at)), expected, atol=1e-5, rtol=1e-5)
 
-    interleaved = Rotary(share=share, layout="interleaved").build(site)
+    interleaved = RotaryOptions(share=share, layout="interleaved").build(site)
     sin, cos = angles_gptj(128, size)[at].chunk(2, dim=-1)
     turned = turn_gptj(x_BHTE[..., :size].transpose(1, 2), sin, cos).transpose(1, 2)
     expected = torch.cat((turned, x_BHTE[..., size:]), dim=-1)
@@ -136,7 +142,9 @@ def test_turning_is_that_of_gpt_neox_and_gpt_j(share: float) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (16, 64), (64, 256), (12, 48), (32, 1024), (8, 20)])
 def test_every_distance_falls_into_the_bucket_of_t5(causal: bool, buckets: int, distance: int) -> None:
-    part = Buckets(buckets=buckets, distance=distance).build(Site(width=8, context=8, heads=1, head=8, causal=causal))
+    part = BucketOptions(buckets=buckets, distance=distance).build(
+        Site(width=8, context=8, heads=1, head=8, causal=causal)
+    )
     assert isinstance(part, BucketPositions)
     with torch.no_grad():
         part.table.copy_(torch.arange(buckets)[:, None])  # each bucket holds its number
@@ -152,7 +160,7 @@ def test_every_distance_falls_into_the_bucket_of_t5(causal: bool, buckets: int, 
 def test_the_bias_is_that_of_t5(causal: bool) -> None:
     config = T5Config(d_model=32, d_kv=8, num_heads=4, is_decoder=causal)
     theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
-    ours = Buckets().build(Site(width=32, context=64, heads=4, head=8, causal=causal))
+    ours = BucketOptions().build(Site(width=32, context=64, heads=4, head=8, causal=causal))
     assert isinstance(ours, BucketPositions)
     ours.load_state_dict({"table": theirs.relative_attention_bias.weight})
     at = torch.arange(40)[None]
@@ -166,7 +174,7 @@ def test_the_bias_is_that_of_t5(causal: bool) -> None:
 def test_alibi_is_blooms_after_the_softmax(heads: int) -> None:
     """BLOOM adds the slope times the key's position: another constant in every row."""
     length, at = 20, torch.arange(20)[None]
-    part = Alibi().build(Site(width=8, context=8, heads=heads, head=8))
+    part = AlibiOptions().build(Site(width=8, context=8, heads=heads, head=8))
     bias = part.bias(part.prepare(at, at))
     assert bias is not None
     theirs = build_alibi_tensor(torch.ones(1, length), heads, torch.float32).view(1, heads, 1, length)

@@ -15,7 +15,7 @@ from tests.oracle.copying import TORCH, enliven, ids, logits, near, renamed
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets import PRESETS, transformer
 from trivium.models.transformer import Transformer, build, load_weights
-from trivium.parts.options.attention import MultiHead
+from trivium.parts.options.attention import MultiHeadOptions
 
 VOCAB = 67
 
@@ -66,9 +66,9 @@ def with_biases(config: ModelConfig) -> ModelConfig:
     def side(stack: object) -> Stack:
         assert isinstance(stack, Stack)
         block = stack.block
-        assert isinstance(block.attention, MultiHead)
+        assert isinstance(block.attention, MultiHeadOptions)
         attention = replace(block.attention, bias="all")
-        cross = attention if isinstance(block.cross, MultiHead) else block.cross
+        cross = attention if isinstance(block.cross, MultiHeadOptions) else block.cross
         return replace(stack, block=replace(block, attention=attention, cross=cross))  # type: ignore[type-var]
 
     return replace(config, encoder=side(config.encoder), decoder=side(config.decoder))

@@ -17,8 +17,8 @@ from trivium.errors import ConfigError
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.masks import Mask, ScoreMask
 from trivium.parts.mixers import Context
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.positions import Buckets, Rotary, Shaw
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.positions import BucketOptions, RotaryOptions, ShawOptions
 from trivium.parts.positions import Positions
 from trivium.parts.site import Site
 
@@ -31,7 +31,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def made(options: MultiHead, site: Site = SITE, *, seed: int = 0) -> MultiHeadAttention:
+def made(options: MultiHeadOptions, site: Site = SITE, *, seed: int = 0) -> MultiHeadAttention:
     part = cast(MultiHeadAttention, options.build(site).double())
     with torch.no_grad():
         for index, (name, parameter) in enumerate(part.named_parameters()):
@@ -91,7 +91,7 @@ def naive(
 @pytest.mark.parametrize("groups", [0, 1, 2, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_is_its_formula_written_out(groups: int, causal: bool) -> None:
-    part = made(MultiHead(heads=4, groups=groups, head=6, bias="all"))
+    part = made(MultiHeadOptions(heads=4, groups=groups, head=6, bias="all"))
     x_BTD = random(2, 7, 24)
     allowed = torch.ones(7, 7, dtype=torch.bool).tril() if causal else torch.ones(7, 7, dtype=torch.bool)
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_attention_is_its_formula_written_out(groups: int, causal: bool) -> None
 
 
 def test_attention_in_float32_stays_within_its_rounding_of_the_formula() -> None:
-    part = made(MultiHead(heads=4)).float()
+    part = made(MultiHeadOptions(heads=4)).float()
     x_BTD = random(2, 7, 24).float()
     with torch.no_grad():
         for layer in (part.query, part.key, part.value, part.out):
@@ -109,7 +109,7 @@ def test_attention_in_float32_stays_within_its_rounding_of_the_formula() -> None
 
 
 def test_cross_attention_reads_a_source_of_another_width() -> None:
-    part = made(MultiHead(heads=4), Site(width=24, context=16, source=10))
+    part = made(MultiHeadOptions(heads=4), Site(width=24, context=16, source=10))
     x_BTD, source_BSD = random(2, 5, 24), random(2, 9, 10, seed=1)
     everything = torch.ones(5, 9, dtype=torch.bool)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_cross_attention_reads_a_source_of_another_width() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_attention_equals_torchs_own_module_with_the_same_weights(bias: bool) -> None:
     theirs = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True).double().eval()
-    ours = made(MultiHead(heads=4, bias="all" if bias else "none"))
+    ours = made(MultiHeadOptions(heads=4, bias="all" if bias else "none"))
     with torch.no_grad():
         rows = [ours.query, ours.key, ours.value]
         theirs.in_proj_weight.copy_(torch.cat([layer.weight for layer in rows]))
@@ -138,7 +138,7 @@ def test_attention_equals_torchs_own_module_with_the_same_weights(bias: bool) ->
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_grouped_attention_equals_full_attention_with_repeated_weights(groups: int) -> None:
-    few, full = made(MultiHead(heads=4, groups=groups)), made(MultiHead(heads=4))
+    few, full = made(MultiHeadOptions(heads=4, groups=groups)), made(MultiHeadOptions(heads=4))
     with torch.no_grad():
         full.query.weight.copy_(few.query.weight)
         full.out.weight.copy_(few.out.weight)
@@ -157,7 +157,7 @@ def test_grouped_attention_equals_full_attention_with_repeated_weights(groups: i
 
 
 def test_heads_are_cut_from_the_width_not_from_the_length() -> None:
-    part = made(MultiHead(heads=4))
+    part = made(MultiHeadOptions(heads=4))
     x_BTD = random(2, 8, 24)
     with torch.no_grad():
         query, key, value = (layer(x_BTD).view(2, 4, 8, 6) for layer in (part.query, part.key, part.value))
@@ -166,7 +166,7 @@ def test_heads_are_cut_from_the_width_not_from_the_length() -> None:
 
 
 def test_a_query_with_nothing_to_attend_to_gives_the_bias_alone() -> None:
-    part = made(MultiHead(heads=4, bias="all"))
+    part = made(MultiHeadOptions(heads=4, bias="all"))
     padding = torch.tensor([[False, False, True, True]])
     out = attend(part, random(1, 4, 24), Mask(causal=True, padding=padding))
     assert torch.equal(out[0, :2], cast(Tensor, part.out.bias).expand(2, -1))
@@ -177,7 +177,7 @@ def test_a_query_with_nothing_to_attend_to_gives_the_bias_alone() -> None:
 
 
 def test_normed_scores_do_not_depend_on_the_scale_of_the_query_weights() -> None:
-    normed, plain = made(MultiHead(heads=4, norm="rms")), made(MultiHead(heads=4))
+    normed, plain = made(MultiHeadOptions(heads=4, norm="rms")), made(MultiHeadOptions(heads=4))
     x_BTD = random(2, 7, 24)
     with torch.no_grad():
         before, loose = attend(normed, x_BTD), attend(plain, x_BTD)
@@ -189,8 +189,8 @@ def test_normed_scores_do_not_depend_on_the_scale_of_the_query_weights() -> None
 
 def test_queries_are_normed_before_they_are_turned() -> None:
     """Turning keeps the norm, so only a gain that differs between dimensions can tell the order."""
-    part = made(MultiHead(heads=1, head=4, norm="rms"), Site(width=4, context=8))
-    rotary = Rotary().build(Site(width=4, context=8, head=4))
+    part = made(MultiHeadOptions(heads=1, head=4, norm="rms"), Site(width=4, context=8))
+    rotary = RotaryOptions().build(Site(width=4, context=8, head=4))
     x_BTD, at = random(1, 3, 4), torch.arange(3)[None]
     prepared = rotary.prepare(at, at)
     assert part.query_norm is not None
@@ -204,7 +204,7 @@ def test_queries_are_normed_before_they_are_turned() -> None:
 
 
 def test_dropout_acts_in_training_only() -> None:
-    part = made(MultiHead(heads=4, dropout=0.5))
+    part = made(MultiHeadOptions(heads=4, dropout=0.5))
     x_BTD = random(2, 7, 24)
     assert torch.equal(attend(part, x_BTD), attend(part, x_BTD))
     part.train()
@@ -214,10 +214,10 @@ def test_dropout_acts_in_training_only() -> None:
 
 def test_cost_counts_the_parameters_of_every_variant() -> None:
     for options in (
-        MultiHead(heads=4),
-        MultiHead(heads=4, groups=1, bias="all"),
-        MultiHead(heads=3, head=10, norm="rms"),
-        MultiHead(heads=6, groups=2, head=5, bias="all", norm="rms"),
+        MultiHeadOptions(heads=4),
+        MultiHeadOptions(heads=4, groups=1, bias="all"),
+        MultiHeadOptions(heads=3, head=10, norm="rms"),
+        MultiHeadOptions(heads=6, groups=2, head=5, bias="all", norm="rms"),
     ):
         for site in (SITE, Site(width=24, context=16, source=10)):
             built = sum(parameter.numel() for parameter in options.build(site).parameters())
@@ -225,7 +225,7 @@ def test_cost_counts_the_parameters_of_every_variant() -> None:
 
 
 def test_flops_count_matrices_and_the_products_over_the_context() -> None:
-    assert MultiHead(heads=4).cost(Site(width=24, context=10)).flops == 2 * 4 * 24 * 24 + 2 * 2 * 10 * 24
+    assert MultiHeadOptions(heads=4).cost(Site(width=24, context=10)).flops == 2 * 4 * 24 * 24 + 2 * 2 * 10 * 24
 
 
 @pytest.mark.parametrize(
@@ -238,18 +238,18 @@ def test_flops_count_matrices_and_the_products_over_the_context() -> None:
 )
 def test_impossible_heads_are_refused(options: dict[str, float], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        MultiHead(**options)  # type: ignore[arg-type]
+        MultiHeadOptions(**options)  # type: ignore[arg-type]
 
 
 def test_a_width_that_heads_do_not_divide_is_refused_with_a_number_that_works() -> None:
     with pytest.raises(ConfigError, match="width 24 is not divisible by 5; try 4"):
-        MultiHead(heads=5).cost(SITE)
+        MultiHeadOptions(heads=5).cost(SITE)
 
 
 @pytest.mark.parametrize("groups", [0, 1, 2])
 @pytest.mark.parametrize("value", [3, 10])
 def test_values_may_have_a_size_of_their_own(groups: int, value: int) -> None:
-    part = made(MultiHead(heads=4, groups=groups, head=6, value=value, bias="all"))
+    part = made(MultiHeadOptions(heads=4, groups=groups, head=6, value=value, bias="all"))
     assert part.value.out_features == (groups or 4) * value
     assert part.out.in_features == 4 * value
     x_BTD, causal = random(2, 7, 24), torch.ones(7, 7, dtype=torch.bool).tril()
@@ -258,7 +258,7 @@ def test_values_may_have_a_size_of_their_own(groups: int, value: int) -> None:
 
 
 def test_without_a_scale_the_scores_are_the_bare_products() -> None:
-    part = made(MultiHead(heads=4, scale="none"))
+    part = made(MultiHeadOptions(heads=4, scale="none"))
     x_BTD = random(2, 5, 24) * 0.3
     everything = torch.ones(5, 5, dtype=torch.bool)
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_without_a_scale_the_scores_are_the_bare_products() -> None:
 
 
 def test_biases_of_the_inputs_leave_the_output_without_one() -> None:
-    part = MultiHead(heads=4, bias="inputs").build(SITE)
+    part = MultiHeadOptions(heads=4, bias="inputs").build(SITE)
     assert isinstance(part, MultiHeadAttention)
     assert [layer.bias is not None for layer in (part.query, part.key, part.value, part.out)] == [
         True,
@@ -280,9 +280,9 @@ def test_biases_of_the_inputs_leave_the_output_without_one() -> None:
 
 def test_attention_with_its_weights_written_out_is_torchs() -> None:
     """Shaw's values need the weights; with tables of zero both ways must agree, masks and empty rows included."""
-    options = MultiHead(heads=4, groups=2, head=6, value=8)
+    options = MultiHeadOptions(heads=4, groups=2, head=6, value=8)
     part, x_BTD = made(options), random(2, 6, 24)
-    shaw = Shaw(distance=2).build(Site(width=24, context=16, heads=4, head=6, value=8)).double()
+    shaw = ShawOptions(distance=2).build(Site(width=24, context=16, heads=4, head=6, value=8)).double()
     with torch.no_grad():
         for parameter in shaw.parameters():
             parameter.zero_()
@@ -292,9 +292,9 @@ def test_attention_with_its_weights_written_out_is_torchs() -> None:
 
 
 def test_a_gradient_through_an_empty_row_is_finite() -> None:
-    part = made(MultiHead(heads=4))
+    part = made(MultiHeadOptions(heads=4))
     mask = Mask(causal=True, padding=torch.tensor([[False, True, True]]))
-    for position in (Shaw(distance=2), Buckets()):
+    for position in (ShawOptions(distance=2), BucketOptions()):
         module = position.build(Site(width=24, context=16, heads=4, head=6, value=6)).double()
         for parameter in module.parameters():
             nn.init.ones_(parameter)
@@ -306,4 +306,4 @@ def test_a_gradient_through_an_empty_row_is_finite() -> None:
 
 def test_a_window_across_two_texts_is_refused() -> None:
     with pytest.raises(ConfigError, match="window: 4 has no meaning across two texts"):
-        MultiHead(window=4).cost(Site(width=24, context=16, source=24))
+        MultiHeadOptions(window=4).cost(Site(width=24, context=16, source=24))

@@ -16,7 +16,7 @@ from tests.cases import CASES, PARTS, SHRUNK, Case
 from trivium import config as settings
 from trivium.config import digest, kind_of
 from trivium.errors import ConfigError
-from trivium.models.config import ModelConfig, Stack
+from trivium.models.config import BlockStack, ModelConfig
 from trivium.models.options import BLOCKS
 from trivium.models.presets import PRESETS
 from trivium.models.transformer import Transformer
@@ -29,7 +29,7 @@ from trivium.parts.options.embeddings import EMBEDDINGS
 from trivium.parts.options.feedforward import FEEDFORWARDS
 from trivium.parts.options.norms import NORMS
 from trivium.parts.options.output import OUTPUTS
-from trivium.parts.options.positions import POSITIONS, Rotary
+from trivium.parts.options.positions import POSITIONS, RotaryOptions
 from trivium.parts.options.residual import RESIDUALS
 from trivium.parts.options.scaling import SCALINGS
 from trivium.parts.options.sentence import SENTENCES
@@ -205,7 +205,7 @@ def test_every_activation_block_scaling_and_preset_is_in_the_battery() -> None:
         of_kind: list[Any] = [block.feedforward for block in blocks if isinstance(block.feedforward, table)]
         assert {part.activation for part in of_kind} == set(ACTIVATIONS)
     assert {kind_of(block, BLOCKS) for block in blocks} == set(BLOCKS)
-    turned = [block.position for block in blocks if isinstance(block.position, Rotary)]
+    turned = [block.position for block in blocks if isinstance(block.position, RotaryOptions)]
     assert {kind_of(position.scaling, SCALINGS) for position in turned} == set(SCALINGS)
     assert [case.name for case in SHRUNK] == list(PRESETS)
 
@@ -284,7 +284,7 @@ def test_shrinking_keeps_what_makes_a_preset_itself() -> None:
         for side in ("encoder", "decoder"):
             before, after = getattr(large, side), getattr(small, side)
             assert type(before) is type(after)
-            if isinstance(before, Stack):
+            if isinstance(before, BlockStack):
                 one, other = settings.flat(before.block), settings.flat(after.block)
                 changed = {key.split(".")[-1] for key in one if one[key] != other.get(key)}
                 assert changed <= {"heads", "groups", "head", "hidden", "window"}, name

@@ -16,10 +16,10 @@ from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import build, load_weights, weights
-from trivium.parts.boundary import BoundaryHead
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.boundary import SpanBoundary
-from trivium.parts.options.norms import RMSNorm
+from trivium.parts.boundary import SpanBoundaryHead
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.boundary import SpanBoundaryOptions
+from trivium.parts.options.norms import RMSNormOptions
 
 CONFIG = ModelConfig(
     width=16,
@@ -27,13 +27,13 @@ CONFIG = ModelConfig(
     vocab=30,
     encoder=Stack(layers=1),
     decoder=NoStack(),
-    boundary=SpanBoundary(rows=3, size=6),
+    boundary=SpanBoundaryOptions(rows=3, size=6),
 )
 
 
 def test_it_is_two_normed_layers_over_both_borders_and_the_place() -> None:
     model = build(CONFIG, seed=0)
-    head, generator = cast(BoundaryHead, model.boundary), torch.Generator().manual_seed(0)
+    head, generator = cast(SpanBoundaryHead, model.boundary), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(generator=generator)
@@ -54,7 +54,7 @@ def test_it_is_two_normed_layers_over_both_borders_and_the_place() -> None:
 def test_its_vocabulary_is_the_embedding_and_is_counted_and_saved_once(tie: str) -> None:
     config = replace(CONFIG, embedding=replace(CONFIG.embedding, tie=tie))  # type: ignore[type-var]
     model = build(config, seed=0)
-    assert cast(BoundaryHead, model.boundary).output.project.weight is model.embedding.weight  # type: ignore[union-attr]
+    assert cast(SpanBoundaryHead, model.boundary).output.project.weight is model.embedding.weight  # type: ignore[union-attr]
     assert config.parameters() == sum(parameter.numel() for parameter in model.parameters())
     # a table, two layers with their norms, a bias
     expected = 3 * 6 + (38 * 16 + 16) + (16 * 16 + 16) + 2 * 32 + 30
@@ -65,20 +65,20 @@ def test_its_vocabulary_is_the_embedding_and_is_counted_and_saved_once(tie: str)
 
 
 def test_its_norm_is_a_place_like_any_other() -> None:
-    config = replace(CONFIG, boundary=SpanBoundary(norm=RMSNorm(), activation="relu"))
+    config = replace(CONFIG, boundary=SpanBoundaryOptions(norm=RMSNormOptions(), activation="relu"))
     model = build(config, seed=0)
     assert config.parameters() == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_only_an_encoder_has_one() -> None:
     with pytest.raises(ConfigError, match="boundary: only an encoder has read both sides of a span; set it to none"):
-        ModelConfig(width=16, boundary=SpanBoundary())
-    crossed = Stack(layers=1, block=Block(cross=MultiHead()))
+        ModelConfig(width=16, boundary=SpanBoundaryOptions())
+    crossed = Stack(layers=1, block=Block(cross=MultiHeadOptions()))
     with pytest.raises(ConfigError, match="boundary: only an encoder"):
-        ModelConfig(width=16, encoder=Stack(layers=1), decoder=crossed, boundary=SpanBoundary())
+        ModelConfig(width=16, encoder=Stack(layers=1), decoder=crossed, boundary=SpanBoundaryOptions())
 
 
 @pytest.mark.parametrize("options", [{"rows": 0}, {"size": 0}])
 def test_impossible_sizes_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="0 is less than 1"):
-        SpanBoundary(**options)
+        SpanBoundaryOptions(**options)

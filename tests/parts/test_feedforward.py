@@ -12,7 +12,7 @@ from tests.parts.drawing import drawn, random
 from trivium.errors import ConfigError
 from trivium.parts.activations import ACTIVATIONS
 from trivium.parts.feedforward import GluFeedForward, MlpFeedForward
-from trivium.parts.options.feedforward import Activation, Glu, Mlp
+from trivium.parts.options.feedforward import Activation, GluOptions, MlpOptions
 from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8)
@@ -55,7 +55,7 @@ def test_the_two_gelus_are_their_formulas_and_differ_as_published() -> None:
 
 
 def test_mlp_has_no_activation_after_its_second_matrix() -> None:
-    part = drawn(Mlp(activation="relu").build(SITE))
+    part = drawn(MlpOptions(activation="relu").build(SITE))
     assert isinstance(part, MlpFeedForward)
     x = random(5, 6)
     expected = torch.relu(x @ part.up.weight.T + part.up.bias) @ part.down.weight.T + part.down.bias
@@ -64,7 +64,7 @@ def test_mlp_has_no_activation_after_its_second_matrix() -> None:
 
 
 def test_glu_gates_with_the_activated_half() -> None:
-    part = drawn(Glu(hidden=7, bias=True).build(SITE))
+    part = drawn(GluOptions(hidden=7, bias=True).build(SITE))
     assert isinstance(part, GluFeedForward)
     x = random(5, 6)
     gate, up = x @ part.gate.weight.T + part.gate.bias, x @ part.up.weight.T + part.up.bias
@@ -73,7 +73,7 @@ def test_glu_gates_with_the_activated_half() -> None:
 
 
 def test_reglu_is_zero_where_the_gate_is_negative() -> None:
-    part = drawn(Glu(hidden=1, activation="relu").build(SITE))
+    part = drawn(GluOptions(hidden=1, activation="relu").build(SITE))
     assert isinstance(part, GluFeedForward)
     x = random(50, 6)
     shut = (x @ part.gate.weight.T)[:, 0] < 0
@@ -83,11 +83,11 @@ def test_reglu_is_zero_where_the_gate_is_negative() -> None:
 
 @pytest.mark.parametrize(("width", "hidden"), [(4096, 11008), (5120, 13824), (6656, 17920), (8192, 22016)])
 def test_the_hidden_size_of_swiglu_is_llamas(width: int, hidden: int) -> None:
-    assert Glu().size(Site(width=width, context=1)) == hidden
+    assert GluOptions().size(Site(width=width, context=1)) == hidden
 
 
 def test_a_position_is_treated_alone() -> None:
-    for options in (Mlp(), Glu(hidden=8)):
+    for options in (MlpOptions(), GluOptions(hidden=8)):
         part = drawn(options.build(SITE))
         x = random(1, 4, 6)
         torch.testing.assert_close(part(x)[:, 2], part(x[:, 2]))
@@ -96,7 +96,7 @@ def test_a_position_is_treated_alone() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_cost_counts_the_parameters(bias: bool, activation: Activation) -> None:
-    mlp, glu = Mlp(activation=activation, bias=bias), Glu(hidden=9, activation=activation, bias=bias)
+    mlp, glu = MlpOptions(activation=activation, bias=bias), GluOptions(hidden=9, activation=activation, bias=bias)
     assert mlp.cost(SITE).parameters == sum(p.numel() for p in mlp.build(SITE).parameters())
     assert glu.cost(SITE).parameters == sum(p.numel() for p in glu.build(SITE).parameters())
     assert mlp.cost(SITE).flops == 2 * 2 * 6 * 24
@@ -104,7 +104,7 @@ def test_cost_counts_the_parameters(bias: bool, activation: Activation) -> None:
 
 
 def test_dropout_falls_on_the_hidden_layer_in_training_only() -> None:
-    for options in (Mlp(dropout=0.5), Glu(hidden=8, dropout=0.5)):
+    for options in (MlpOptions(dropout=0.5), GluOptions(hidden=8, dropout=0.5)):
         part, x = drawn(options.build(SITE)), random(5, 6)
         assert torch.equal(part(x), part(x))
         part.train()
@@ -114,15 +114,15 @@ def test_dropout_falls_on_the_hidden_layer_in_training_only() -> None:
 
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="hidden: -1 is negative"):
-        Mlp(hidden=-1)
+        MlpOptions(hidden=-1)
     with pytest.raises(ConfigError, match="multiple: 0 is less than 1"):
-        Glu(multiple=0)
+        GluOptions(multiple=0)
     with pytest.raises(ConfigError, match="dropout"):
-        Glu(dropout=1.5)
+        GluOptions(dropout=1.5)
 
 
 def test_a_gate_without_activation_is_bilinear() -> None:
-    part = drawn(Glu(hidden=5, activation="identity").build(SITE)).double()
+    part = drawn(GluOptions(hidden=5, activation="identity").build(SITE)).double()
     x = random(3, 6).double()  # sums that cancel differ in float32
     with torch.no_grad():
         torch.testing.assert_close(part(3 * x), 9 * part(x))
@@ -130,7 +130,7 @@ def test_a_gate_without_activation_is_bilinear() -> None:
 
 def test_the_first_glu_is_torchs_with_its_halves_in_the_other_order() -> None:
     """`F.glu` takes first * sigmoid(second); here the gate is a matrix of its own."""
-    part = drawn(Glu(hidden=5, activation="sigmoid").build(SITE))
+    part = drawn(GluOptions(hidden=5, activation="sigmoid").build(SITE))
     assert isinstance(part, GluFeedForward)
     x = random(3, 6)
     with torch.no_grad():

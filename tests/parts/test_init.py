@@ -16,11 +16,11 @@ from trivium.models.transformer import Transformer, build
 from trivium.parts.declared import EMBEDDING, POSITION, VECTOR
 from trivium.parts.init import T5, FanIn, Gpt, Gpt2, Init, Xavier
 from trivium.parts.linear import Linear
-from trivium.parts.norms import LayerNormed, RMSNormed
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.options.positions import Buckets
+from trivium.parts.norms import LayerNorm, RMSNorm
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
+from trivium.parts.options.positions import BucketOptions
 from trivium.parts.positions import BucketPositions, LearnedPositions
 from trivium.parts.roles import WRITERS
 
@@ -28,13 +28,15 @@ LAYERS = 8
 
 
 def built(init: Init, *, seed: int = 0, tied: bool = True) -> Transformer:
-    block = Block(attention=MultiHead(heads=4, bias="all", norm="rms"), feedforward=Glu(hidden=192, bias=True))
+    block = Block(
+        attention=MultiHeadOptions(heads=4, bias="all", norm="rms"), feedforward=GluOptions(hidden=192, bias=True)
+    )
     return build(
         ModelConfig(
             width=128,
             context=64,
             vocab=300,
-            embedding=Tokens(tie="output" if tied else "none"),
+            embedding=TokenEmbeddingOptions(tie="output" if tied else "none"),
             decoder=Stack(layers=LAYERS, block=block),
             init=init,
         ),
@@ -55,9 +57,9 @@ def near(tensor: Tensor, std: float) -> bool:
 @pytest.mark.parametrize("init", [Gpt(), Gpt2(), FanIn(), Xavier(), T5()], ids=lambda init: type(init).__name__)
 def test_gains_are_one_and_biases_zero(init: Init) -> None:
     for module in built(init).modules():
-        if isinstance(module, LayerNormed | RMSNormed):
+        if isinstance(module, LayerNorm | RMSNorm):
             assert bool((module.weight == 1).all())
-        if isinstance(module, Linear | LayerNormed) and module.bias is not None:
+        if isinstance(module, Linear | LayerNorm) and module.bias is not None:
             assert bool((module.bias == 0).all())
 
 
@@ -139,13 +141,15 @@ def test_xavier_draws_each_matrix_within_its_bound_as_torch_does() -> None:
 
 
 def test_t5_folds_the_scale_of_its_scores_into_the_queries() -> None:
-    block = Block(attention=MultiHead(heads=4, head=16, scale="none"), feedforward=Mlp(hidden=192, bias=False))
+    block = Block(
+        attention=MultiHeadOptions(heads=4, head=16, scale="none"), feedforward=MlpOptions(hidden=192, bias=False)
+    )
     config = ModelConfig(
         width=128,
         context=64,
         vocab=300,
-        embedding=Tokens(tie="none"),
-        decoder=Stack(layers=LAYERS, block=replace(block, position=Buckets())),
+        embedding=TokenEmbeddingOptions(tie="none"),
+        decoder=Stack(layers=LAYERS, block=replace(block, position=BucketOptions())),
         init=T5(),
     )
     model = build(config)

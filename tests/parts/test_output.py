@@ -14,11 +14,11 @@ from trivium.errors import ConfigError, RequestError
 from trivium.labels import IGNORED
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.transformer import Transformer, build, weights
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.output import MaskedHead, NoOutput, Softmax
-from trivium.parts.options.sentence import Pooler
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.output import MaskedOutputOptions, NoOutputOptions, SoftmaxOptions
+from trivium.parts.options.sentence import PoolerOptions
 from trivium.parts.output import Head, MaskedOutput, SoftmaxOutput
-from trivium.parts.sentence import PooledSentence
+from trivium.parts.sentence import Pooler
 from trivium.parts.site import Site
 
 SITE = Site(width=6, context=8, vocab=11)
@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def head(cap: float = 0.0) -> SoftmaxOutput:
-    part = Softmax(cap=cap).build(SITE, None)
+    part = SoftmaxOptions(cap=cap).build(SITE, None)
     assert isinstance(part, SoftmaxOutput)
     with torch.no_grad():
         part.project.weight.copy_(random(11, 6, seed=1) * 3)
@@ -37,7 +37,9 @@ def head(cap: float = 0.0) -> SoftmaxOutput:
 
 
 def model(tie: Literal["output", "none"]) -> Transformer:
-    return build(ModelConfig(width=16, context=8, vocab=11, embedding=Tokens(tie=tie), decoder=Stack(layers=1)))
+    return build(
+        ModelConfig(width=16, context=8, vocab=11, embedding=TokenEmbeddingOptions(tie=tie), decoder=Stack(layers=1))
+    )
 
 
 def test_logits_are_one_matrix_product() -> None:
@@ -124,11 +126,11 @@ def test_both_uses_of_a_tied_matrix_add_to_its_gradient() -> None:
 
 def test_a_negative_cap_is_refused() -> None:
     with pytest.raises(ConfigError, match="cap: -1 is negative"):
-        Softmax(cap=-1)
+        SoftmaxOptions(cap=-1)
 
 
 def test_a_scaled_output_divides_the_states_by_the_root_of_the_width() -> None:
-    part = Softmax(scale="root", bias=True).build(SITE, None)
+    part = SoftmaxOptions(scale="root", bias=True).build(SITE, None)
     assert isinstance(part, SoftmaxOutput)
     hidden = random(4, 6)
     with torch.no_grad():
@@ -136,7 +138,7 @@ def test_a_scaled_output_divides_the_states_by_the_root_of_the_width() -> None:
         part.project.bias.copy_(random(11, seed=2))
         expected = hidden / math.sqrt(6) @ part.project.weight.mT + part.project.bias
         torch.testing.assert_close(part.logits(hidden), expected)
-    assert Softmax(scale="root", bias=True).cost(SITE, tied=True).parameters == 11
+    assert SoftmaxOptions(scale="root", bias=True).cost(SITE, tied=True).parameters == 11
 
 
 def test_the_masked_head_is_berts() -> None:
@@ -146,7 +148,7 @@ def test_the_masked_head_is_berts() -> None:
 
     theirs = BertLMPredictionHead(BertConfig(hidden_size=6, vocab_size=11))
     tied = nn.Parameter(random(11, 6))
-    ours = MaskedHead().build(SITE, tied)
+    ours = MaskedOutputOptions().build(SITE, tied)
     assert isinstance(ours, MaskedOutput)
     assert ours.project.weight is tied
     with torch.no_grad():
@@ -164,8 +166,8 @@ def test_the_masked_head_is_berts() -> None:
 
 
 def test_the_sentence_head_is_berts_pooler_and_its_next_sentence_scores() -> None:
-    part = Pooler().build(SITE)
-    assert isinstance(part, PooledSentence)
+    part = PoolerOptions().build(SITE)
+    assert isinstance(part, Pooler)
     assert part.classify is not None
     hidden = random(2, 3, 6)
     with torch.no_grad():
@@ -174,13 +176,13 @@ def test_the_sentence_head_is_berts_pooler_and_its_next_sentence_scores() -> Non
         pooled = torch.tanh(hidden[:, 0] @ part.dense.weight.mT + part.dense.bias)
         torch.testing.assert_close(part.pooled(hidden), pooled)
         torch.testing.assert_close(part.logits(hidden), pooled @ part.classify.weight.mT + part.classify.bias)
-    assert Pooler().cost(SITE).parameters == 6 * 6 + 6 + 6 * 2 + 2
-    assert Pooler(classes=0).cost(SITE).parameters == 6 * 6 + 6
+    assert PoolerOptions().cost(SITE).parameters == 6 * 6 + 6 + 6 * 2 + 2
+    assert PoolerOptions(classes=0).cost(SITE).parameters == 6 * 6 + 6
 
 
 def test_the_sentence_head_of_distilbert_has_a_relu() -> None:
-    part = Pooler(activation="relu", classes=0).build(SITE)
-    assert isinstance(part, PooledSentence)
+    part = PoolerOptions(activation="relu", classes=0).build(SITE)
+    assert isinstance(part, Pooler)
     nn.init.eye_(part.dense.weight)
     nn.init.zeros_(part.dense.bias)
     hidden = random(2, 3, 6)
@@ -188,18 +190,20 @@ def test_the_sentence_head_of_distilbert_has_a_relu() -> None:
 
 
 def test_a_model_without_output_says_so_in_a_sentence() -> None:
-    part = cast(Head, NoOutput().build(SITE, None))
+    part = cast(Head, NoOutputOptions().build(SITE, None))
     with pytest.raises(RequestError, match="no output over the vocabulary"):
         part.logits(random(2, 6))
     with pytest.raises(RequestError, match="no output over the vocabulary"):
         part.nll(random(2, 6), torch.tensor([1, 2]))
-    assert NoOutput().cost(SITE, tied=False).parameters == NoOutput().cost(SITE, tied=True).parameters == 0
+    assert (
+        NoOutputOptions().cost(SITE, tied=False).parameters == NoOutputOptions().cost(SITE, tied=True).parameters == 0
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
 def test_smoothing_spreads_a_share_of_each_label_evenly(share: float) -> None:
     number, generator = 5, torch.Generator().manual_seed(5)
-    output = cast(SoftmaxOutput, Softmax().build(Site(width=8, context=8, vocab=8192), None))
+    output = cast(SoftmaxOutput, SoftmaxOptions().build(Site(width=8, context=8, vocab=8192), None))
     nn.init.normal_(output.project.weight, generator=generator)
     hidden = torch.randn(number, 8, generator=generator)
     labels = torch.randint(8192, (number,), generator=generator)
@@ -215,7 +219,7 @@ def test_smoothing_spreads_a_share_of_each_label_evenly(share: float) -> None:
 
 def test_dropout_before_the_matrix_falls_in_training_only() -> None:
     site = Site(width=4000, context=8, vocab=2)
-    part = Softmax(dropout=0.5).build(site, None)
+    part = SoftmaxOptions(dropout=0.5).build(site, None)
     assert isinstance(part, SoftmaxOutput)
     nn.init.ones_(part.project.weight)
     hidden = torch.ones(1, 4000)
@@ -226,12 +230,16 @@ def test_dropout_before_the_matrix_falls_in_training_only() -> None:
     assert abs(dropped[0, 0].item() - 4000) < 316
     assert torch.equal(part.eval().logits(hidden), torch.full((1, 2), 4000.0))
     with pytest.raises(ConfigError, match="dropout"):
-        Softmax(dropout=1.0)
+        SoftmaxOptions(dropout=1.0)
 
 
-@pytest.mark.parametrize("options", [Softmax(), Softmax(cap=5.0, scale="root", bias=True), MaskedHead()])
+@pytest.mark.parametrize(
+    "options", [SoftmaxOptions(), SoftmaxOptions(cap=5.0, scale="root", bias=True), MaskedOutputOptions()]
+)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_the_sum_of_nll_and_has_its_gradients(options: Softmax | MaskedHead, smoothing: float) -> None:
+def test_the_loss_is_the_sum_of_nll_and_has_its_gradients(
+    options: SoftmaxOptions | MaskedOutputOptions, smoothing: float
+) -> None:
     part = options.build(SITE, None).double()
     with torch.no_grad():
         for index, parameter in enumerate(part.parameters()):
@@ -246,7 +254,7 @@ def test_the_loss_is_the_sum_of_nll_and_has_its_gradients(options: Softmax | Mas
 
 
 def test_dropout_falls_once_for_the_loss_too() -> None:
-    part = Softmax(dropout=0.5).build(SITE, None)
+    part = SoftmaxOptions(dropout=0.5).build(SITE, None)
     assert isinstance(part, SoftmaxOutput)
     nn.init.normal_(part.project.weight, generator=torch.Generator().manual_seed(0))
     hidden, labels = random(5, 6), torch.tensor([3, IGNORED, 0, 10, 7])

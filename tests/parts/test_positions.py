@@ -19,15 +19,15 @@ from trivium.config import dump, load
 from trivium.errors import ConfigError, RequestError
 from trivium.parts.options.positions import (
     POSITIONS,
-    Alibi,
-    Both,
-    Buckets,
-    Learned,
-    NoPositions,
+    AlibiOptions,
+    BothOptions,
+    BucketOptions,
+    LearnedOptions,
+    NoPositionOptions,
     Position,
-    Rotary,
-    Shaw,
-    Sinusoidal,
+    RotaryOptions,
+    ShawOptions,
+    SinusoidalOptions,
 )
 from trivium.parts.options.scaling import Yarn
 from trivium.parts.positions import LearnedPositions, Positions
@@ -37,19 +37,19 @@ SITE = Site(width=16, context=12, heads=2, head=8, value=8)
 Layout = Literal["interleaved", "halves"]
 Spacing = Literal["paper", "tensor2tensor"]
 EVERY: list[Position] = [
-    NoPositions(),
-    Sinusoidal(),
-    Sinusoidal(layout="halves", spacing="tensor2tensor"),
-    Learned(),
-    Learned(offset=2),
-    Shaw(distance=3),
-    Shaw(distance=2, values="none", tables="per-head"),
-    Buckets(),
-    Rotary(),
-    Rotary(share=0.5, scaling=Yarn()),
-    Alibi(),
-    Both(absolute=Learned(offset=2)),
-    Both(absolute=Sinusoidal(), relative=Rotary()),
+    NoPositionOptions(),
+    SinusoidalOptions(),
+    SinusoidalOptions(layout="halves", spacing="tensor2tensor"),
+    LearnedOptions(),
+    LearnedOptions(offset=2),
+    ShawOptions(distance=3),
+    ShawOptions(distance=2, values="none", tables="per-head"),
+    BucketOptions(),
+    RotaryOptions(),
+    RotaryOptions(share=0.5, scaling=Yarn()),
+    AlibiOptions(),
+    BothOptions(absolute=LearnedOptions(offset=2)),
+    BothOptions(absolute=SinusoidalOptions(), relative=RotaryOptions()),
 ]
 every = pytest.mark.parametrize("options", EVERY, ids=repr)
 
@@ -59,7 +59,7 @@ def filled(options: Position, site: Site = SITE, seed: int = 0) -> Positions:
     return drawn(options.build(site), seed)
 
 
-def table(options: Sinusoidal, site: Site = SITE) -> Tensor:
+def table(options: SinusoidalOptions, site: Site = SITE) -> Tensor:
     """What is added to an input of zeros."""
     at_1T = torch.arange(site.context)[None]
     return options.build(site).embed(torch.zeros(1, site.context, site.width), at_1T)[0]
@@ -98,9 +98,9 @@ def assert_same(actual: list[Tensor | None], expected: list[Tensor | None]) -> N
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("relative", [Buckets(), Alibi(), Rotary()], ids=repr)
+@pytest.mark.parametrize("relative", [BucketOptions(), AlibiOptions(), RotaryOptions()], ids=repr)
 def test_both_is_one_scheme_in_the_embeddings_and_the_other_in_attention(relative: Position) -> None:
-    part, at = filled(Both(absolute=Learned(offset=2), relative=relative)), torch.arange(3, 10)[None]
+    part, at = filled(BothOptions(absolute=LearnedOptions(offset=2), relative=relative)), torch.arange(3, 10)[None]
     table = part.get_parameter("absolute.table")
     alone = relative.build(SITE)
     alone.load_state_dict(part.get_submodule("relative").state_dict())
@@ -201,7 +201,7 @@ def test_options_survive_their_file(options: Position) -> None:
 
 
 def test_only_shaws_tables_belong_to_one_layer() -> None:
-    assert {type(options) for options in EVERY if options.scope == "layer"} == {Shaw}
+    assert {type(options) for options in EVERY if options.scope == "layer"} == {ShawOptions}
 
 
 # sinusoidal
@@ -214,14 +214,14 @@ def test_the_sinusoid_gives_the_worked_numbers() -> None:
         [0.909297, -0.416147, 0.019999, 0.999800],
         [0.141120, -0.989992, 0.029996, 0.999550],
     ]
-    actual = table(Sinusoidal(), Site(width=4, context=4))
+    actual = table(SinusoidalOptions(), Site(width=4, context=4))
     torch.testing.assert_close(actual, torch.tensor(worked), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("layout", get_args(Layout))
 @pytest.mark.parametrize("spacing", get_args(Spacing))
 def test_the_sinusoid_is_its_formula_in_every_layout_and_spacing(layout: Layout, spacing: Spacing) -> None:
-    actual = table(Sinusoidal(layout=layout, spacing=spacing), Site(width=10, context=3000))
+    actual = table(SinusoidalOptions(layout=layout, spacing=spacing), Site(width=10, context=3000))
     for at in (0, 1, 17, 2999):
         for pair in range(5):
             angle = at / 10_000 ** (pair / (5 if spacing == "paper" else 4))
@@ -231,7 +231,7 @@ def test_the_sinusoid_is_its_formula_in_every_layout_and_spacing(layout: Layout,
 
 
 def test_the_products_of_a_sinusoid_depend_on_the_distance_alone_and_fall_at_first() -> None:
-    table_nD = table(Sinusoidal(), Site(width=64, context=200)).double()
+    table_nD = table(SinusoidalOptions(), Site(width=64, context=200)).double()
     torch.testing.assert_close(table_nD.square().sum(-1), torch.full((200,), 32.0).double(), atol=1e-5, rtol=0)
     products = table_nD @ table_nD.T
     for ahead in range(1, 60):
@@ -242,19 +242,19 @@ def test_the_products_of_a_sinusoid_depend_on_the_distance_alone_and_fall_at_fir
 
 def test_a_sinusoid_is_added_and_a_short_one_begins_a_long_one() -> None:
     x_BTD, at = random(2, 3, 16), torch.tensor([[0, 4, 11], [2, 2, 0]])
-    part = Sinusoidal().build(SITE)
-    torch.testing.assert_close(part.embed(x_BTD, at) - x_BTD, table(Sinusoidal())[at])
-    longer = table(Sinusoidal(), Site(width=16, context=40))
-    assert torch.equal(longer[:12], table(Sinusoidal()))
+    part = SinusoidalOptions().build(SITE)
+    torch.testing.assert_close(part.embed(x_BTD, at) - x_BTD, table(SinusoidalOptions())[at])
+    longer = table(SinusoidalOptions(), Site(width=16, context=40))
+    assert torch.equal(longer[:12], table(SinusoidalOptions()))
 
 
 def test_a_sinusoid_of_two_dimensions_has_one_wavelength() -> None:
-    actual = table(Sinusoidal(spacing="tensor2tensor"), Site(width=2, context=3))
+    actual = table(SinusoidalOptions(spacing="tensor2tensor"), Site(width=2, context=3))
     torch.testing.assert_close(actual[2], torch.tensor([math.sin(2), math.cos(2)]))
 
 
 def test_a_sinusoid_refuses_an_odd_width() -> None:
-    for ask in (Sinusoidal().build, Sinusoidal().cost):
+    for ask in (SinusoidalOptions().build, SinusoidalOptions().cost):
         with pytest.raises(ConfigError, match="a width of 5 cannot be odd"):
             ask(Site(width=5, context=4))
 
@@ -264,7 +264,7 @@ def test_a_sinusoid_refuses_an_odd_width() -> None:
 
 @pytest.mark.parametrize("offset", [0, 2])
 def test_learned_positions_add_the_row_of_each_position(offset: int) -> None:
-    part = Learned(offset=offset).build(SITE)
+    part = LearnedOptions(offset=offset).build(SITE)
     assert isinstance(part, LearnedPositions)
     assert part.table.shape == (12 + offset, 16)
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_learned_positions_add_the_row_of_each_position(offset: int) -> None:
 @given(at=st.lists(st.integers(-20, 40), min_size=1, max_size=15), offset=st.sampled_from([0, 2]), fixed=st.booleans())
 def test_a_position_without_a_row_is_refused_and_any_other_is_not(at: list[int], offset: int, fixed: bool) -> None:
     """Also where a row exists by accident: those before the offset are nobody's."""
-    part = filled(Sinusoidal() if fixed else Learned(offset=offset))
+    part = filled(SinusoidalOptions() if fixed else LearnedOptions(offset=offset))
     x_BTD = torch.zeros(1, len(at), 16)
     if len(at) <= 12 and min(at) >= 0 and max(at) < 12:
         assert part.embed(x_BTD, torch.tensor([at])).shape == x_BTD.shape
@@ -288,14 +288,14 @@ def test_a_position_without_a_row_is_refused_and_any_other_is_not(at: list[int],
 
 def test_a_negative_offset_is_refused() -> None:
     with pytest.raises(ConfigError, match="offset: -1 is less than 0"):
-        Learned(offset=-1)
+        LearnedOptions(offset=-1)
 
 
 # none
 
 
 def test_no_positions_change_nothing() -> None:
-    part, x_BTD = NoPositions().build(SITE), random(1, 3, 16)
+    part, x_BTD = NoPositionOptions().build(SITE), random(1, 3, 16)
     at = torch.tensor([[5, 6, 7]])
     prepared = part.prepare(at, at)
     assert part.embed(x_BTD, at) is x_BTD

@@ -15,17 +15,17 @@ from torch import Tensor
 from tests.parts.drawing import drawn, random
 from trivium.config import load
 from trivium.errors import ConfigError
-from trivium.parts.options.positions import Alibi, Buckets, Position, Shaw
+from trivium.parts.options.positions import AlibiOptions, BucketOptions, Position, ShawOptions
 from trivium.parts.positions import BucketPositions, Positions, ShawPositions
 from trivium.parts.site import Site
 
 SITE = Site(width=16, context=12, heads=3, head=8, value=6)
 ENCODER = Site(width=16, context=12, heads=3, head=8, value=6, causal=False)
 SHAWS = [
-    Shaw(distance=2),
-    Shaw(distance=4, values="none"),
-    Shaw(distance=3, tables="per-head"),
-    Shaw(distance=1, values="none", tables="per-head"),
+    ShawOptions(distance=2),
+    ShawOptions(distance=4, values="none"),
+    ShawOptions(distance=3, tables="per-head"),
+    ShawOptions(distance=1, values="none", tables="per-head"),
 ]
 shaws = pytest.mark.parametrize("options", SHAWS, ids=repr)
 
@@ -53,7 +53,7 @@ def attend(part: Positions, at_BT: Tensor, keys_at_BS: Tensor, query: Tensor, ke
 @shaws
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99))
-def test_shaw_equals_the_formula_with_a_vector_for_every_pair(options: Shaw, data: Any, seed: int) -> None:
+def test_shaw_equals_the_formula_with_a_vector_for_every_pair(options: ShawOptions, data: Any, seed: int) -> None:
     part = filled(options, seed=seed)
     assert isinstance(part, ShawPositions)
     at_BT = torch.tensor(
@@ -83,7 +83,7 @@ def test_shaw_equals_the_formula_with_a_vector_for_every_pair(options: Shaw, dat
 
 
 @shaws
-def test_shaw_with_empty_tables_is_plain_attention(options: Shaw) -> None:
+def test_shaw_with_empty_tables_is_plain_attention(options: ShawOptions) -> None:
     part, at = options.build(SITE), torch.arange(5)[None]
     with torch.no_grad():
         for parameter in part.parameters():
@@ -93,7 +93,9 @@ def test_shaw_with_empty_tables_is_plain_attention(options: Shaw) -> None:
     torch.testing.assert_close(attend(part, at, at, query, key, value), plain)
 
 
-@pytest.mark.parametrize("options", [*SHAWS, Buckets(), Buckets(buckets=8, distance=20), Alibi()], ids=repr)
+@pytest.mark.parametrize(
+    "options", [*SHAWS, BucketOptions(), BucketOptions(buckets=8, distance=20), AlibiOptions()], ids=repr
+)
 @pytest.mark.parametrize("site", [SITE, ENCODER], ids=["causal", "both ways"])
 def test_moving_all_positions_together_changes_nothing_and_moving_one_does(options: Position, site: Site) -> None:
     part, at = filled(options, site), torch.arange(6)[None]
@@ -106,7 +108,7 @@ def test_moving_all_positions_together_changes_nothing_and_moving_one_does(optio
 
 
 @shaws
-def test_the_gradients_of_shaw_are_those_of_finite_differences(options: Shaw) -> None:
+def test_the_gradients_of_shaw_are_those_of_finite_differences(options: ShawOptions) -> None:
     part = filled(options).double()
     at = torch.tensor([[0, 3, 4]])
     query, key = (random(1, 3, 3, 8, seed=seed).double().requires_grad_() for seed in range(2))
@@ -120,15 +122,17 @@ def test_the_gradients_of_shaw_are_those_of_finite_differences(options: Shaw) ->
 
 def test_shaw_counts_the_worked_parameters() -> None:
     site = Site(width=512, context=64, heads=8, head=64, value=64)
-    assert Shaw(values="none").cost(site).parameters == 2_112
-    assert Shaw().cost(site).parameters == 4_224
-    assert Shaw(tables="per-head").cost(site).parameters == 8 * 4_224
-    assert Shaw().cost(site).flops == 8 * 33 * (2 * 64 + 2 * 64)  # a product with each row of either table, per head
+    assert ShawOptions(values="none").cost(site).parameters == 2_112
+    assert ShawOptions().cost(site).parameters == 4_224
+    assert ShawOptions(tables="per-head").cost(site).parameters == 8 * 4_224
+    assert ShawOptions().cost(site).flops == 8 * 33 * (
+        2 * 64 + 2 * 64
+    )  # a product with each row of either table, per head
 
 
 def test_shaw_says_whether_values_are_added() -> None:
-    assert Shaw().build(SITE).values
-    part = Shaw(values="none").build(SITE)
+    assert ShawOptions().build(SITE).values
+    part = ShawOptions(values="none").build(SITE)
     assert not part.values
     assert part.value(random(1, 3, 2, 2), part.prepare(torch.arange(2)[None], torch.arange(2)[None])) is None
 
@@ -136,9 +140,9 @@ def test_shaw_says_whether_values_are_added() -> None:
 # T5
 
 
-def bucket(ahead: int, site: Site, options: Buckets | None = None) -> int:
+def bucket(ahead: int, site: Site, options: BucketOptions | None = None) -> int:
     """The bucket of a key so many tokens ahead, read from a table that holds its own row numbers."""
-    part = (options or Buckets()).build(site)
+    part = (options or BucketOptions()).build(site)
     assert isinstance(part, BucketPositions)
     with torch.no_grad():
         part.table.copy_(torch.arange(len(part.table))[:, None].expand_as(part.table))
@@ -165,7 +169,7 @@ def test_causal_buckets_give_the_worked_numbers(ahead: int, expected: int) -> No
 
 
 def test_a_bias_is_the_entry_of_its_bucket_and_head() -> None:
-    part = filled(Buckets(), ENCODER)
+    part = filled(BucketOptions(), ENCODER)
     assert isinstance(part, BucketPositions)
     bias_BHTS = part.bias(part.prepare(torch.tensor([[3, 9], [0, 0]]), torch.tensor([[3, 2, 16, 200]])))
     assert bias_BHTS.shape == (2, 3, 2, 4)
@@ -176,7 +180,7 @@ def test_a_bias_is_the_entry_of_its_bucket_and_head() -> None:
 
 
 def test_buckets_count_the_worked_parameters() -> None:
-    assert Buckets().cost(Site(width=512, context=512, heads=8, head=64)).parameters == 32 * 8
+    assert BucketOptions().cost(Site(width=512, context=512, heads=8, head=64)).parameters == 32 * 8
 
 
 # ALiBi
@@ -184,7 +188,7 @@ def test_buckets_count_the_worked_parameters() -> None:
 
 def slopes(heads: int) -> list[float]:
     """The scores' fall per token, head by head."""
-    part = Alibi().build(Site(width=16, context=12, heads=heads, head=4))
+    part = AlibiOptions().build(Site(width=16, context=12, heads=heads, head=4))
     bias = part.bias(part.prepare(torch.tensor([[5]]), torch.tensor([[4]])))
     assert bias is not None
     return (-bias[0, :, 0, 0]).tolist()
@@ -201,7 +205,7 @@ def test_alibi_gives_the_worked_slopes() -> None:
 @settings(max_examples=25, deadline=None)
 @given(heads=st.integers(1, 40), i=st.integers(0, 5000), j=st.integers(0, 5000))
 def test_alibi_falls_with_the_distance_the_same_way_in_both_directions(heads: int, i: int, j: int) -> None:
-    part = Alibi().build(Site(width=16, context=12, heads=heads, head=4, causal=False))
+    part = AlibiOptions().build(Site(width=16, context=12, heads=heads, head=4, causal=False))
     bias = part.bias(part.prepare(torch.tensor([[i, j]]), torch.tensor([[i, j]])))
     assert bias is not None
     expected = torch.tensor(slopes(heads)) * -abs(i - j)
@@ -217,11 +221,11 @@ def test_alibi_falls_with_the_distance_the_same_way_in_both_directions(heads: in
 @pytest.mark.parametrize(
     ("kind", "settings", "key"),
     [
-        (Shaw, {"distance": 0}, "distance"),
-        (Shaw, {"values": "all"}, "values"),
-        (Shaw, {"tables": "own"}, "tables"),
-        (Buckets, {"buckets": 1}, "buckets"),
-        (Buckets, {"distance": 0}, "distance"),
+        (ShawOptions, {"distance": 0}, "distance"),
+        (ShawOptions, {"values": "all"}, "values"),
+        (ShawOptions, {"tables": "own"}, "tables"),
+        (BucketOptions, {"buckets": 1}, "buckets"),
+        (BucketOptions, {"distance": 0}, "distance"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_key(kind: type[Any], settings: dict[str, object], key: str) -> None:
@@ -232,13 +236,13 @@ def test_a_wrong_setting_is_refused_by_its_key(kind: type[Any], settings: dict[s
 @pytest.mark.parametrize(
     ("options", "site", "message"),
     [
-        (Buckets(buckets=6, distance=3), SITE, "distance: 3 is not beyond the 3"),
-        (Buckets(buckets=32, distance=8), ENCODER, "distance: 8 is not beyond the 8"),
-        (Buckets(buckets=7), ENCODER, "buckets: 7 cannot be halved"),
-        (Buckets(buckets=2), ENCODER, "buckets: 2 cannot be halved"),
-        (Buckets(), Site(width=16, context=12), "t5 positions act on the scores"),
-        (Alibi(), Site(width=16, context=12), "alibi positions act on the scores"),
-        (Shaw(), Site(width=16, context=12), "shaw positions act on the scores"),
+        (BucketOptions(buckets=6, distance=3), SITE, "distance: 3 is not beyond the 3"),
+        (BucketOptions(buckets=32, distance=8), ENCODER, "distance: 8 is not beyond the 8"),
+        (BucketOptions(buckets=7), ENCODER, "buckets: 7 cannot be halved"),
+        (BucketOptions(buckets=2), ENCODER, "buckets: 2 cannot be halved"),
+        (BucketOptions(), Site(width=16, context=12), "t5 positions act on the scores"),
+        (AlibiOptions(), Site(width=16, context=12), "alibi positions act on the scores"),
+        (ShawOptions(), Site(width=16, context=12), "shaw positions act on the scores"),
     ],
     ids=repr,
 )
@@ -249,9 +253,9 @@ def test_a_scheme_that_cannot_stand_there_says_so(options: Position, site: Site,
 
 
 @pytest.mark.parametrize(
-    ("options", "site"), [(Buckets(buckets=4, distance=3), SITE), (Buckets(buckets=4, distance=2), ENCODER)]
+    ("options", "site"), [(BucketOptions(buckets=4, distance=3), SITE), (BucketOptions(buckets=4, distance=2), ENCODER)]
 )
-def test_the_smallest_buckets_are_all_used(options: Buckets, site: Site) -> None:
+def test_the_smallest_buckets_are_all_used(options: BucketOptions, site: Site) -> None:
     used = {bucket(ahead, site, options) for ahead in range(-9, 10)}
     unused = set() if site.causal else {options.buckets // 2}  # "0 ahead" of the future: the past has it
     assert used == set(range(options.buckets)) - unused

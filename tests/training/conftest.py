@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from trivium.config import load, overrides
+from trivium.training.calibrate import fit_micro_batch
 from trivium.training.context import RunContext
 from trivium.training.events import Event
 from trivium.training.recipe import Recipe
 from trivium.training.run import Session, open_run
-from trivium.training.setup import create_run
+from trivium.training.setup import Fit, create_run
 
 ASSETS = Path(__file__).resolve().parents[2] / "trivium" / "assets"
 
@@ -90,9 +91,9 @@ def silent(*_: object) -> None:
     """A watcher that does not watch."""
 
 
-def create(recipe: Recipe, runs: Path) -> RunContext:
+def create(recipe: Recipe, runs: Path, fit: Fit = fit_micro_batch) -> RunContext:
     """The context of a new run of the recipe, for tests that drive its steps themselves."""
-    return create_run(recipe, runs, say=silent, tick=silent)
+    return create_run(recipe, runs, say=silent, tick=silent, fit=fit)
 
 
 def start(recipe: Recipe, runs: Path) -> Session:

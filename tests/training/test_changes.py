@@ -84,25 +84,25 @@ def test_what_depends_on_the_machine_is_settled_on_resume_too(
     assert said == ["precision changed from 'fp32' to 'bf16'"] * fast + ["threads changed from 1 to 3"]
 
 
-def test_a_run_from_before_there_was_a_stream_goes_on_as_it_was(small: Make, tmp_path: Path) -> None:
-    """Its config.toml says nothing of the stream, and 1.0 of something that happens every step."""
+def test_a_run_from_before_there_was_a_residual_dtype_goes_on_as_it_was(small: Make, tmp_path: Path) -> None:
+    """Its config.toml says nothing of it, and 1.0 of something that happens every step."""
     session = start(small(**{"checkpoint.every": 1.0, "evaluate.every": 0.5}), tmp_path)
     config = session.folder / "config.toml"
-    config.write_text(config.read_text().replace('stream = "fp32"\n', ""))
+    config.write_text(config.read_text().replace('residual_dtype = "fp32"\n', ""))
     assert "every = 1.0" in config.read_text()
     said: list[str] = []
     again = open_run(session.folder, {}, say=said.append, tick=silent)
-    assert (again.recipe.stream, repr(again.recipe.checkpoint.every)) == ("fp32", "1")
+    assert (again.recipe.residual_dtype, repr(again.recipe.checkpoint.every)) == ("fp32", "1")
     assert again.recipe.evaluate.every == 0.5
     assert not said
 
 
-def test_another_precision_on_resume_decides_about_the_stream_again(small: Make, tmp_path: Path) -> None:
-    session = start(small(precision="bf16", stream="bf16"), tmp_path)
+def test_another_precision_on_resume_decides_about_the_residual_dtype_again(small: Make, tmp_path: Path) -> None:
+    session = start(small(precision="bf16", residual_dtype="bf16"), tmp_path)
     said: list[str] = []
     again = open_run(session.folder, overrides({"precision": "fp32"}), say=said.append, tick=silent)
-    assert (again.recipe.precision, again.recipe.stream) == ("fp32", "fp32")
-    assert said == ["precision changed from 'bf16' to 'fp32'", "stream changed from 'bf16' to 'fp32'"]
+    assert (again.recipe.precision, again.recipe.residual_dtype) == ("fp32", "fp32")
+    assert said == ["precision changed from 'bf16' to 'fp32'", "residual_dtype changed from 'bf16' to 'fp32'"]
 
 
 @pytest.mark.parametrize(("name", "words"), [("bogus", "'bogus' is not a device; try"), ("cuda", "there is no cuda")])

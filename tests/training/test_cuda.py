@@ -144,8 +144,8 @@ def test_a_run_with_fast_post_norms_resumes_and_is_close_to_a_plain_one(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {"model.encoder.block.residual": "post", "model.encoder.block.attention.bias": "all"}
-    changes |= {"model.encoder.block.dropout": 0.0, "model.encoder.block.attention.dropout": 0.0, "stream": "bf16"}
-    changes |= {"batch.micro": 0, "checkpoint.every": 1, "checkpoint.keep": 30}
+    changes |= {"model.encoder.block.dropout": 0.0, "model.encoder.block.attention.dropout": 0.0}
+    changes |= {"residual_dtype": "bf16", "batch.micro": 0, "checkpoint.every": 1, "checkpoint.keep": 30}
     from trivium.kernels import postnorm
 
     made: list[int] = []

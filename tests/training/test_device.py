@@ -34,10 +34,11 @@ def test_what_the_recipe_says_is_obeyed(small: Make) -> None:
 
 
 def test_a_narrow_stream_goes_with_narrow_products(small: Make) -> None:
-    assert device.settle(small(precision="bf16")).stream == "fp32"  # on a CPU
-    assert device.settle(small(precision="bf16", stream="bf16")).stream == "bf16"
-    with pytest.raises(ConfigError, match=r"stream: bf16 goes with precision bf16 or fp8, not fp32; try stream=fp32"):
-        device.settle(small(precision="fp32", stream="bf16"))
+    assert device.settle(small(precision="bf16")).residual_dtype == "fp32"  # on a CPU
+    assert device.settle(small(precision="bf16", residual_dtype="bf16")).residual_dtype == "bf16"
+    said = "residual_dtype: bf16 goes with precision bf16 or fp8, not fp32; try residual_dtype=fp32"
+    with pytest.raises(ConfigError, match=said):
+        device.settle(small(precision="fp32", residual_dtype="bf16"))
 
 
 def test_an_unknown_device_has_no_instructions() -> None:
@@ -67,7 +68,7 @@ def test_bf16_is_refused_on_a_gpu_without_instructions_for_it(small: Make) -> No
 
 def test_a_gpu_is_used_compiled_and_in_bf16(small: Make) -> None:
     found = gpu(9, 0).settle(small(device="auto", precision="auto", threads=0), threads=2)
-    assert (found.device, found.precision, found.stream, found.compile, found.threads) == (
+    assert (found.device, found.precision, found.residual_dtype, found.compile, found.threads) == (
         "cuda", "bf16", "bf16", "on", 2,
     )  # fmt: skip
     assert gpu(9, 0).settle(small(device="cuda:0")).device == "cuda:0"

@@ -57,12 +57,12 @@ def test_what_only_fast_modules_have_is_refused_without_them(small: Make) -> Non
     machine = Machine(gpus=(Gpu("H200", (9, 0)),), bf16=True, mps=False, cores=2)
     for changes, words in (
         ({"precision": "fp8"}, "fast: fp8 products"),
-        ({"precision": "bf16", "stream": "bf16"}, "stream: a bf16 residual stream"),
+        ({"precision": "bf16", "residual_dtype": "bf16"}, "residual_dtype: a bf16 residual stream"),
     ):
         with pytest.raises(ConfigError, match=words):
             machine.settle(small(device="cuda", fast="off", **changes))
-    assert machine.settle(small(device="cuda", fast="off", precision="bf16")).stream == "fp32"
-    assert machine.settle(small(device="cuda", precision="bf16")).stream == "bf16"
+    assert machine.settle(small(device="cuda", fast="off", precision="bf16")).residual_dtype == "fp32"
+    assert machine.settle(small(device="cuda", precision="bf16")).residual_dtype == "bf16"
 
 
 def test_a_wrapper_of_the_output_need_not_know_its_size() -> None:

@@ -23,7 +23,6 @@ from trivium.training.build_job import build_job
 from trivium.training.graphed import WARM, GraphedStep, capture_graph
 from trivium.training.job import Job
 from trivium.training.loop import next_update, train_step, updates
-from trivium.training.oom import WeightsMoved
 from trivium.training.prefetch import Prefetcher
 from trivium.training.recipe import Recipe
 from trivium.training.step import StepResult, Update
@@ -203,6 +202,23 @@ def test_what_cannot_be_recorded_is_said_in_a_sentence(monkeypatch: pytest.Monke
         capture_graph(ends(RuntimeError("no capture")))
     with pytest.raises(torch.OutOfMemoryError):  # which halves the rows at a time, as it always does
         capture_graph(ends(torch.OutOfMemoryError("CUDA out of memory")))
-    with pytest.raises(torch.OutOfMemoryError) as caught:  # nothing has moved, though the optimizer was being captured
-        capture_graph(ends(WeightsMoved("CUDA out of memory")))
-    assert not isinstance(caught.value, WeightsMoved)
+
+
+def test_memory_that_runs_out_in_a_capture_halves_the_rows_though_the_optimizer_was_captured(
+    small: Make, tmp_path: Path
+) -> None:
+    """Nothing has moved: a capture does nothing."""
+    job, captures = build_job(create(small(**{"batch.micro": 0}), tmp_path), 20), list[int]()
+
+    def full(step: Callable[[], StepResult]) -> tuple[StepResult, Callable[[], None]]:
+        captures.append(job.micro)
+        job.moving = True  # as in the middle of an update
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run = GraphedStep(job, train_step, full)
+    with Prefetcher(job, 0) as prefetcher:
+        for _ in range(WARM):
+            next_update(job, prefetcher, run)
+        assert next_update(job, prefetcher, run).note
+    assert captures == [6]
+    assert job.micro == 3

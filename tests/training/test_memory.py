@@ -17,12 +17,12 @@ from trivium.models.transformer import weights
 from trivium.parts.losses import Losses
 from trivium.training import forward
 from trivium.training.build_job import build_job
-from trivium.training.calibrate import rows_that_fit
+from trivium.training.calibrate import rows_that_fit, try_micro_batch
 from trivium.training.device import autocast
 from trivium.training.events import Said
 from trivium.training.job import Job
 from trivium.training.loop import updates
-from trivium.training.oom import WeightsMoved, is_out_of_memory
+from trivium.training.oom import is_out_of_memory
 from trivium.training.recipe import Recipe
 
 Make = Callable[..., Recipe]
@@ -98,7 +98,7 @@ def test_a_step_whose_update_has_begun_is_not_tried_again(
         monkeypatch.setattr(job.optimizer, "step", full)
     else:
         monkeypatch.setattr(job.average, "follow", full)
-    with pytest.raises(WeightsMoved) as caught:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
         next(updates(job))
     assert is_out_of_memory(caught.value)  # so that the user is told what to change
     assert job.micro == 6
@@ -151,9 +151,8 @@ def test_what_a_trial_found_is_written_into_the_recipe(
 ) -> None:
     """As on a GPU: the run's own file then repeats it anywhere."""
     monkeypatch.setattr("trivium.training.build_job.computation", tight(2))
-    monkeypatch.setattr("trivium.training.calibrate.is_tried", lambda device: True)
-    monkeypatch.setattr("trivium.training.calibrate.surely_fits", lambda recipe, length: False)
-    session = start(small(**{"batch.micro": 0}), tmp_path / "tight")
+    made = create(small(**{"batch.micro": 0}), tmp_path / "tight", fit=try_micro_batch)
+    session = resume(made.folder)
     assert session.recipe.micro == 2
     assert read(session.folder / "config.toml")["batch"]["micro"] == 2
     finish(session)
@@ -186,10 +185,8 @@ def test_too_little_memory_for_one_row_is_a_sentence(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trivium.training.build_job.computation", tight(0))
-    monkeypatch.setattr("trivium.training.calibrate.is_tried", lambda device: True)
-    monkeypatch.setattr("trivium.training.calibrate.surely_fits", lambda recipe, length: False)
     with pytest.raises(OutOfMemory, match="out of memory on cpu"):
-        start(small(**{"batch.micro": 0}), tmp_path / "runs")
+        create(small(**{"batch.micro": 0}), tmp_path / "runs", fit=try_micro_batch)
     assert not (tmp_path / "runs").exists()
 
 

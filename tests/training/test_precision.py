@@ -51,7 +51,9 @@ def test_two_hundred_steps_in_fewer_bits_stay_within_one_percent_of_fp32(
         precision, _, stream = name.partition(" ")
         stream = "bf16" if stream else "fp32"
         recipe = small(
-            precision=precision, stream=stream, **{"budget.steps": 200, "batch.micro": 0, "model.decoder.layers": 1}
+            precision=precision,
+            residual_dtype=stream,
+            **{"budget.steps": 200, "batch.micro": 0, "model.decoder.layers": 1},
         )
         job = build_job(create(recipe, tmp_path / name.replace(" ", "-")), 200)
         losses[name] = torch.stack([update.loss for update in updates(job)])

@@ -10,13 +10,14 @@ from typing import Any
 from trivium.checkpoints.model_files import CARD, home_of
 from trivium.errors import CheckpointError, shown
 from trivium.files import read_inside
+from trivium.renamed import update_model
 
 PLAIN, FORMAT = 1, 2  # a quantised model has format 2, which a trivium that knows only floats refuses
 _LARGEST = 64 << 20  # the most bytes that are read: configuration, chat template and 100,000 labels need less
 
 
 def card(folder: Path) -> dict[str, Any]:
-    """What `model.json` of a folder says, checked."""
+    """What `model.json` of a folder says, checked; old keys of its configuration by their new names."""
     path = folder / CARD
     try:
         facts = json.loads(read_inside(home_of(folder, CARD), CARD, _LARGEST).decode())
@@ -35,7 +36,7 @@ def card(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the card of a trivium model; restore it from a copy")
     if version > FORMAT:
         raise CheckpointError(f"{path} was written by a newer trivium (format {shown(version)}); upgrade trivium")
-    return dict(facts)
+    return {**facts, "config": update_model(facts["config"])}
 
 
 def _is_sound(notes: Mapping[str, Any]) -> bool:

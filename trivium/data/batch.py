@@ -15,8 +15,12 @@ class Batch:
 
     inputs: dict[str, Tensor]  # keyword arguments of the model
     targets: dict[str, Tensor]  # "labels", and "where" if only some positions are looked at
-    counts: dict[str, int]  # "tokens": the labels that are real; what else a loss is divided by; on the host
+    # what sums are divided by, on the host; "tokens": the labels that are real; "sequences" is added here
+    counts: dict[str, int]
     odd: bool = False  # has a mask for the last row of a text, which other batches of its kind go without
+
+    def __post_init__(self) -> None:
+        self.counts.setdefault("sequences", len(next(iter(self.inputs.values()))))
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`; to a GPU the copy runs beside the computation."""

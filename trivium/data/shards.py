@@ -26,6 +26,7 @@ from trivium.data.writing import Split as Split
 from trivium.errors import BusyError, DataError
 from trivium.files import (
     exists_already,
+    is_file,
     naming,
     read_inside,
     regular_inside,
@@ -74,7 +75,7 @@ class Shards:
 def built_shards(config: DataConfig) -> Path | None:
     """The folder of built shards, if `paths` names one and nothing else."""
     only = Path(config.paths[0]) if len(config.paths) == 1 else None
-    return only if only is not None and (only / MANIFEST).is_file() and (only / "train.bin").is_file() else None
+    return only if only is not None and is_file(only / MANIFEST) and is_file(only / "train.bin") else None
 
 
 def build(

@@ -62,7 +62,11 @@ def files(paths: Iterable[str | Path], *, key: str = "data.paths") -> list[Path]
     """The files that `paths` name, folders replaced by the text files below them in sorted order."""
     found: list[Path] = []
     for path in map(Path, paths):
-        if path.is_dir():
+        try:
+            is_folder = path.is_dir()
+        except OSError as error:
+            raise DataError(f"{key}: {shown(str(path))}: {error.strerror}; name another file") from None
+        if is_folder:
             below = _below(path)
             if not below:
                 kinds = ", ".join(_TEXT)

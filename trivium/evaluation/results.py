@@ -69,7 +69,7 @@ def record(
 def weights_digest(model: Transformer) -> str:
     """The sha256 of all weights, by name; how they lie in memory does not matter."""
     hash = hashlib.sha256()
-    for name, tensor in sorted(weights(model).items()):
+    for name, tensor in sorted(weights(model, shards="gathered").items()):
         hash.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         hash.update(flat.view(torch.uint8).numpy().tobytes())

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from trivium.fast.bf16_copies import Bf16Copies, WeightCopy
 from trivium.kernels.hardware import can_launch
 from trivium.optim.adam import AdamStepper
-from trivium.optim.clipping import clip_factor, global_norm
-from trivium.optim.stepper import Optimizer
+from trivium.optim.stepper import Optimizer, clip_factor, global_norm
 
 
 class FusedAdam(Optimizer):
@@ -103,4 +102,6 @@ class FusedAdam(Optimizer):
 
 def with_bf16_copies(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     """The optimizer with bf16 copies of the weights, which it moves along with them; as it is if it cannot."""
-    return FusedAdam(optimizer, Bf16Copies(model)) if isinstance(optimizer, AdamStepper) else optimizer
+    if not isinstance(optimizer, AdamStepper) or optimizer.sharded:
+        return optimizer
+    return FusedAdam(optimizer, Bf16Copies(model))

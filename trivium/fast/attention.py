@@ -32,6 +32,7 @@ from trivium.parts.linear import Linear
 from trivium.parts.masks import ScoreMask
 from trivium.parts.mixers import Context
 from trivium.parts.positions import Positions
+from trivium.parts.sharded import is_sharded
 
 
 class FusedQKV(NamedTuple):
@@ -58,7 +59,8 @@ class FastAttention(MultiHeadAttention):
         return linear(mixed_BTC, weight_of(mixed_BTC, *layers), layers[0].bias.detach(), narrow=layers[0].fp8)
 
     def mix(self, x_BTD: Tensor, ctx: Context) -> Tensor:
-        mixed_BTC = super().mix(x_BTD, ctx)
+        """The mixed values of all heads side by side, [B, T, H * E]."""
+        mixed_BTC = self.attend(*self.heads(x_BTD, ctx), ctx).transpose(1, 2).flatten(2)
         return mixed_BTC.to(working(x_BTD)) if _float32_pays(x_BTD) else mixed_BTC
 
     def project(self, x_BTD: Tensor, ctx: Context) -> Heads:
@@ -86,6 +88,8 @@ class FastAttention(MultiHeadAttention):
 
     def attend(self, query_BHTE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, ctx: Context) -> Tensor:
         cache = ctx.cache
+        if self.crossed:
+            return super().attend(query_BHTE, key_BGSE, value_BGSE, ctx)
         if isinstance(cache, KernelCache) and cache.applies(query_BHTE):
             return cache.attend(query_BHTE, self.scale)
         with _without_autocast(query_BHTE):
@@ -168,6 +172,8 @@ class FastAttention(MultiHeadAttention):
         layers = (self.query, self.key, self.value)
         if self.fused_qkv is not None or not all(type(layer) is FastLinear for layer in layers):
             return  # done already; or quantised, wrapped or parametrised: there is no matrix of their own to lay out
+        if any(is_sharded(layer.weight) for layer in layers):
+            return
         if len({layer.in_features for layer in layers}) > 1:
             return  # cross-attention to another width
         sizes = [layer.out_features for layer in layers]

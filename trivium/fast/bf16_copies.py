@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trivium.fast.attention import FastAttention
 from trivium.fast.feedforward import FastGlu, FastMlp
 from trivium.fast.linear import FastLinear
+from trivium.parts.sharded import is_sharded
 
 
 class WeightCopy(NamedTuple):
@@ -109,7 +110,9 @@ class Bf16Copies:
 
 
 def _is_trained(layer: nn.Module) -> TypeGuard[FastLinear]:
-    return type(layer) is FastLinear and layer.weight.requires_grad and layer.weight.dtype == torch.float32
+    if type(layer) is not FastLinear or is_sharded(layer.weight):
+        return False
+    return layer.weight.requires_grad and layer.weight.dtype == torch.float32
 
 
 def _has_hooks(weight: Tensor) -> bool:

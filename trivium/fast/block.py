@@ -14,9 +14,9 @@ from trivium.fast.hooks import has_hooks
 from trivium.fast.linear import is_fast
 from trivium.kernels.hardware import can_launch, working
 from trivium.models.block import StandardBlock
-from trivium.parts.losses import Losses, split
+from trivium.parts.losses import Losses, WithLosses, merge, split, with_losses
 from trivium.parts.mixers import Context
-from trivium.parts.norms import LayerNormed
+from trivium.parts.norms import LayerNorm
 from trivium.parts.residual import PostConnection
 
 _WIDEST = 4096  # of the kernel's rows
@@ -52,15 +52,22 @@ class FastContext(Context):
 class FastBlock(StandardBlock):
     """`StandardBlock` whose post-norms have one kernel for the gradients of norm, residual and bias."""
 
-    def join(
-        self, connection: nn.Module, part: nn.Module, x: Tensor, ctx: Context, *given: Context
-    ) -> tuple[Tensor, Losses]:
+    def forward(self, x: Tensor, ctx: Context) -> Tensor | WithLosses:
+        x, losses = self.join(self.around_attention, self.attention, x, ctx)
+        if self.cross is not None:
+            x, more = self.join(self.around_cross, self.cross, x, ctx)
+            losses = merge(losses, more)
+        x, more = self.join(self.around_feedforward, self.feedforward, x, ctx)
+        return with_losses(x, merge(losses, more))
+
+    def join(self, connection: nn.Module, part: nn.Module, x: Tensor, ctx: Context) -> tuple[Tensor, Losses]:
+        """The residual stream behind a part, and its losses."""
         readers = ctx.readers if isinstance(ctx, FastContext) else None
         last = _last_layer(part)
         # in float8 the compiler rounds the norm's output and its gradient: the kernel would read them once more
         fp8 = last is not None and is_fast(last) and last.fp8
-        if readers is None or fp8 or (self.training and self.lock) or not _applies(connection, x):
-            return super().join(connection, part, x, ctx, *given)
+        if readers is None or fp8 or not _applies(connection, x):
+            return split(connection(x, lambda y: part(y, ctx)))
         from trivium.kernels import postnorm  # not above: without a GPU there is no Triton
 
         residual, into = readers.outputs(x)
@@ -70,9 +77,9 @@ class FastBlock(StandardBlock):
             deferred["bias_grad"] = False
         else:
             bias = None
-        y, losses = split(part(into, *given, **deferred))
+        y, losses = split(part(into, ctx, **deferred))
         norm = connection.norm
-        assert isinstance(norm, LayerNormed)
+        assert isinstance(norm, LayerNorm)
         return readers.put(*postnorm.normed(residual, y, bias, norm.weight, norm.bias, norm.eps)), losses
 
 
@@ -92,9 +99,9 @@ def _applies(connection: nn.Module, x: Tensor) -> bool:
     if type(connection) is not PostConnection or has_hooks(connection):
         return False
     norm = connection.norm
-    if type(norm) is not LayerNormed or has_hooks(norm) or norm.weight.dtype != torch.float32:
+    if type(norm) is not LayerNorm or has_hooks(norm) or norm.weight.dtype != torch.float32:
         return False
-    dropping = connection.training and connection.dropout
+    dropping = connection.training and (connection.dropout or connection.variational_dropout)
     return not dropping and x.dtype == working(x) == torch.bfloat16 and x.shape[-1] <= _WIDEST
 
 

@@ -28,14 +28,15 @@ from trivium.models.stack import PlainStack
 from trivium.parts.attention import MultiHeadAttention
 from trivium.parts.feedforward import GluFeedForward, MlpFeedForward
 from trivium.parts.linear import Linear
-from trivium.parts.norms import RMSNormed
+from trivium.parts.norms import RMSNorm
 from trivium.parts.output import MaskedOutput, SoftmaxOutput
 from trivium.parts.positions import BucketPositions, RotaryPositions
 from trivium.parts.quantized import QuantizedLinear, TiedLinear
+from trivium.parts.sharded import is_sharded
 
 FAST: dict[type[nn.Module], type[nn.Module]] = {
     Linear: FastLinear,
-    RMSNormed: FastRMSNorm,
+    RMSNorm: FastRMSNorm,
     RotaryPositions: FastRotaryPositions,
     BucketPositions: FastBucketPositions,
     MlpFeedForward: FastMlp,
@@ -89,20 +90,19 @@ def for_inference(model: nn.Module, device: torch.device | None = None) -> None:
     for module in model.modules():
         if type(module) is FastLinear and module.role not in ("query", "key", "value"):
             weight = module.weight.data
-            module.weight.data = column_major(weight) if weight.device.type == "cpu" else weight
+            able = weight.device.type == "cpu" and not is_sharded(weight)
+            module.weight.data = column_major(weight) if able else weight
     trim_heap()  # malloc keeps a hole for every attention whose matrices were moved
 
 
 def plain(model: nn.Module) -> None:
     """Every module as it was before `fast`: class, attributes and storage; refused where that is not possible."""
-    from torch.distributed.tensor import DTensor
-
     for name, module in model.named_modules():
         if type(module) not in PLAIN:
             changed = next((kind for kind in type(module).__mro__[1:] if kind in PLAIN), None)
             if changed is not None:
                 raise RequestError(f"{name} was sharded or parametrised since it became fast; undo that first")
-        elif any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+        elif any(is_sharded(parameter) for parameter in module.parameters(recurse=False)):
             raise RequestError(f"{name} was sharded since it became fast; gather its weights first")
     for module in model.modules():
         if type(module) in PLAIN:

@@ -15,8 +15,10 @@ from trivium.kernels import fp8, rectify
 from trivium.kernels.eager import SquaredRelu, use_cpu_kernels
 from trivium.kernels.hardware import can_launch, working
 from trivium.parts.activations import ACTIVATIONS, squared_relu
+from trivium.parts.dropout import dropout
 from trivium.parts.feedforward import GluFeedForward, MlpFeedForward
 from trivium.parts.linear import Linear
+from trivium.parts.mixers import Context
 
 # The activations of kernels/bend.py; a ReLU is better off inside the product before it (kernels/rectify.py).
 _FUSED = {ACTIVATIONS[name]: name for name in ("gelu", "gelu-tanh", "silu", "relu2")}
@@ -34,7 +36,7 @@ class FastMlp(MlpFeedForward):
         """The layers by the products that compute them in training."""
         return [(self.up,), (self.down,)]
 
-    def forward(self, x_BTD: Tensor, bias_grad: bool = True) -> Tensor:
+    def forward(self, x_BTD: Tensor, ctx: Context | None = None, bias_grad: bool = True) -> Tensor:
         """Without `bias_grad` the bias of the last layer is a constant: a fused block computes its gradient."""
         return _down(self, *self._hidden(x_BTD), bias_grad=bias_grad)
 
@@ -58,7 +60,7 @@ class FastGlu(GluFeedForward):
         """The layers by the products that compute them in training."""
         return [(self.gate, self.up), (self.down,)]
 
-    def forward(self, x_BTD: Tensor, bias_grad: bool = True) -> Tensor:
+    def forward(self, x_BTD: Tensor, ctx: Context | None = None, bias_grad: bool = True) -> Tensor:
         """Without `bias_grad` the bias of the last layer is a constant: a fused block computes its gradient."""
         return _down(self, *self._hidden(x_BTD), bias_grad=bias_grad)
 
@@ -77,11 +79,11 @@ def _down(
 ) -> Tensor:
     """The output of a network from its hidden layer, the rows of which may be `rounded` already for float8."""
     layers = fast_layers(part.down)
-    dropping = part.training and (part.dropout or part.lock)
+    dropping = part.training and (part.dropout or part.variational_dropout)
     if rounded is not None and not dropping and _fp8_fits(hidden_BTF, layers):
         bias = part.down.bias if bias_grad else part.down.bias.detach()
         return fp8.product8(hidden_BTF, weight_of(hidden_BTF, *layers), bias, hidden_BTF.dtype, rounded)
-    kept = part.drop(hidden_BTF)
+    kept = dropout(hidden_BTF, part.dropout, part.training, variational=part.variational_dropout)
     if bias_grad or not layers:
         result: Tensor = part.down(kept)
         return result

@@ -16,6 +16,7 @@ from trivium.kernels import fp8, onednn
 from trivium.kernels.hardware import can_launch, working
 from trivium.parts.linear import Linear
 from trivium.parts.roles import NARROW
+from trivium.parts.sharded import is_sharded
 
 _SHARED = 100_000  # weights from which on threads share the product with one row
 
@@ -30,12 +31,14 @@ class FastLinear(Linear):
     )
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_sharded(self.weight):
+            return super().forward(input)
         return linear(input, weight_of(input, self), self.bias, narrow=self.fp8)
 
 
 def is_fast(layer: nn.Module | None) -> TypeGuard[FastLinear]:
-    """Whether a product with the layer's weights is all that calling it does: no wrapper, parametrisation or hook."""
-    return type(layer) is FastLinear and not has_hooks(layer)
+    """Whether calling the layer is a product with its weights: no wrapper, parametrisation, hook, and no shard."""
+    return type(layer) is FastLinear and not has_hooks(layer) and not is_sharded(layer.weight)
 
 
 def fast_layers(*layers: nn.Module) -> tuple[FastLinear, ...]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from trivium.kernels.eager import RootMeanSquare, use_cpu_kernels
-from trivium.parts.norms import RMSNormed
+from trivium.parts.norms import RMSNorm
 
 
 @final
-class FastRMSNorm(RMSNormed):
-    """`RMSNormed` with five passes over memory, forward and back, instead of fifteen."""
+class FastRMSNorm(RMSNorm):
+    """`RMSNorm` with five passes over memory, forward and back, instead of fifteen."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.applies(x):

@@ -32,7 +32,7 @@ class FastBucketPositions(BucketPositions):
 
     def look_up(self, buckets_BTS: Tensor) -> Tensor:
         if self.table.device.type == "cuda" and torch.is_grad_enabled() and torch.compiler.is_compiling():
-            return sum_of_rows(buckets_BTS, self.table)
+            return sum_of_rows(buckets_BTS, self.of_own_heads(self.table, 1))
         return super().look_up(buckets_BTS)
 
 

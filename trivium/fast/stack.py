@@ -35,8 +35,8 @@ class FastStack(PlainStack):
         source: Tensor | None = None,
         source_mask: AnyMask | None = None,
     ) -> Tensor | WithLosses:
-        if self.training and self.stream is not None and torch.is_autocast_enabled(x_BTD.device.type):
-            x_BTD = x_BTD.to(self.stream)
+        if self.training and self.residual_dtype is not None and torch.is_autocast_enabled(x_BTD.device.type):
+            x_BTD = x_BTD.to(self.residual_dtype)
         return super().forward(x_BTD, at, mask, cache, source, source_mask)
 
     def contexts(

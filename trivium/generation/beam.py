@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError, shown
+from trivium.fast.graphs import current
 from trivium.generation.beams import pools_of, room_for, together
 from trivium.generation.checks import TOKENS, require_number, require_whole
 from trivium.generation.coverage import Coverage
 from trivium.generation.engine import evaluating
 from trivium.generation.frontier import Frontier, Rules, frontier, grow, rules
-from trivium.generation.graphs import current
 from trivium.generation.lineage import BeamReader, Lineage, RowBeams
 from trivium.generation.pool import Wish
 from trivium.generation.scorer import Prompt, Scorer, require_finite

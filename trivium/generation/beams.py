@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from trivium.fast.graphs import Arriving
 from trivium.fast.hooks import fingerprint
 from trivium.generation.frontier import Frontier, Rules
-from trivium.generation.graphs import Arriving
 from trivium.generation.pool import STEPS, WORDS, Pool, Room, Wish, multiple
 from trivium.generation.scorer import Scorer, require_finite
 

@@ -16,8 +16,8 @@ from trivium.generation.scorer import right_padded
 from trivium.generation.states import frame_of, framed
 from trivium.generation.supports import even_batches
 from trivium.models.transformer import Transformer
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.sentence import PooledSentence
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.sentence import Pooler
 from trivium.text.tokenizer import Tokenizer
 
 Text = str | tuple[str, str]
@@ -52,7 +52,7 @@ def classify(
     `labels` names the classes; without any they are "0", "1", and so on.
     """
     head = model.sentence
-    if not isinstance(head, PooledSentence) or head.classify is None:
+    if not isinstance(head, Pooler) or head.classify is None:
         raise RequestError("this model has no head that classifies texts; load or train one that has")
     classes = head.classify.out_features
     names = [*labels] if len(labels) == classes else [str(number) for number in range(classes)]
@@ -64,7 +64,7 @@ def classify(
     for chunk in chunks:
         tokens_BT, real_BT = right_padded([rows[number] for number in chunk], model.device)
         segments_BT, _ = right_padded([segments[number] for number in chunk], model.device)
-        told = isinstance(model.config.embedding, Tokens) and model.config.embedding.segments > 1
+        told = isinstance(model.config.embedding, TokenEmbeddingOptions) and model.config.embedding.segments > 1
         with evaluating(model), torch.inference_mode():
             hidden = model(tokens_BT, padding=real_BT, segments=segments_BT if told else None).hidden
             shares = head.logits(hidden).float().softmax(-1).tolist()

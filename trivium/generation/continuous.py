@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from trivium.errors import CheckpointError, RequestError
+from trivium.fast.graphs import Landing, current
 from trivium.generation.banks import banks_of
 from trivium.generation.choosing import Kind
-from trivium.generation.graphs import Landing, current
 from trivium.generation.rows import Request, Row, Token
 from trivium.generation.scorer import Scorer, evaluating
 from trivium.generation.sizes import bucket

@@ -94,8 +94,8 @@ def stream(
 
 
 def continuous(scorer: Scorer, requests: Sequence[Request], *, slide: bool = False) -> bool:
-    """Whether the requests go through slots and captured graphs: on a GPU, if the rows fit into the context."""
-    if scorer.device.type != "cuda" or not requests or not slotted(scorer, requests):
+    """Whether the requests go through slots, if the rows fit into the context; on a GPU by captured graphs."""
+    if not scorer.in_slots or not requests or not slotted(scorer, requests):
         return False
     return not slide or all(len(request.ids) + request.tokens <= scorer.context for request in requests)
 

@@ -34,7 +34,7 @@ from trivium.parts.activations import ACTIVATIONS
 from trivium.parts.cache import Cache, Slots
 from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.linear import Linear
-from trivium.parts.norms import LayerNormed
+from trivium.parts.norms import LayerNorm
 from trivium.parts.positions import LearnedPositions, Positions, SinusoidalPositions
 from trivium.parts.quantized import Packed, QuantizedLinear
 from trivium.parts.residual import PreConnection
@@ -310,7 +310,7 @@ def _name(network: FastMlp | FastGlu) -> str:
 
 
 def _scale_of(norm: nn.Module) -> step.Scale | None:
-    if type(norm) is LayerNormed:
+    if type(norm) is LayerNorm:
         return step.Scale(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), norm.eps, True)
     return step.Scale(norm.weight.detach(), None, norm.eps, False) if type(norm) is FastRMSNorm else None
 

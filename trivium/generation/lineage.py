@@ -39,6 +39,9 @@ class Seen:
         near_BKS = self.at[:, :, None] - self.keys_at[:, None] < window
         return replace(self, allowed=self.allowed & near_BKS)
 
+    def real(self, queries: int) -> Tensor | None:
+        return None
+
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
         return self.allowed[:, None]
 

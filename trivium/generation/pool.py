@@ -14,9 +14,9 @@ from typing import NamedTuple, cast, final
 import torch
 from torch import Tensor
 
+from trivium.fast.graphs import Arriving, Graphs, sent
 from trivium.fast.hooks import any_hooks
 from trivium.generation.frontier import Frontier, Rules, frontier, grow
-from trivium.generation.graphs import Arriving, Graphs, sent
 from trivium.generation.lineage import Seen, vote
 from trivium.generation.scorer import Scorer
 from trivium.models.transformer import Transformer
@@ -102,6 +102,9 @@ class _Padded(NamedTuple):
     def within(self, window: int) -> _Padded:
         """The same: a window has no meaning across two texts."""
         return self
+
+    def real(self, queries: int) -> Tensor | None:
+        return None
 
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
         return self.bias[:, None, None].expand(-1, 1, queries, -1)

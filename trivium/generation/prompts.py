@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from trivium.generation.graphs import Recorder, differ, own_scratch
+from trivium.fast.graphs import Recorder, differ, own_scratch
 from trivium.generation.rows import Row
 from trivium.generation.sizes import bucket, close
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,12 @@ class Prompt:
 
 @final
 class Scorer:
-    """One model, or several of one tokenizer that vote: the mean of their probabilities at every step."""
+    """One model, or several of one tokenizer that vote: the mean of their probabilities at every step.
 
-    def __init__(self, *models: Transformer) -> None:
+    `slots` says whether rows are decoded in slots where they can be; "auto" is on a GPU.
+    """
+
+    def __init__(self, *models: Transformer, slots: Literal["auto", "on"] = "auto") -> None:
         first = models[0]
         for other in models[1:]:
             if other.config.family != first.config.family:
@@ -46,6 +49,7 @@ class Scorer:
         self.context = min(model.config.context for model in models)
         self.vocab = min(model.config.vocab for model in models)
         self.device = first.device
+        self.in_slots = slots == "on" or first.device.type == "cuda"
 
     def check(self, prompts: Sequence[Prompt], vocab: int, *, slide: bool = False) -> None:
         """Refuse what cannot be read, in a sentence."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from trivium.fast.cache import KernelCache
+from trivium.fast.graphs import Landing, Recorder, differ
 from trivium.fast.hooks import any_hooks
 from trivium.generation.choosing import Chooser, Kind, send
-from trivium.generation.graphs import Landing, Recorder, differ
 from trivium.generation.prompts import Captures, Joining, Size, tell
 from trivium.generation.rows import Row
 from trivium.generation.scorer import evaluating, right_padded

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError, shown
+from trivium.fast.graphs import current
 from trivium.generation.engine import Request, Stream, Token, logprobs_of
-from trivium.generation.graphs import current
 from trivium.generation.rows import Row
 from trivium.generation.sampling import Sampling, distribution, draw, penalise
 from trivium.generation.scorer import Scorer, allowed, evaluating, require_finite

@@ -8,16 +8,17 @@ from typing import Any
 
 from trivium import config as settings
 from trivium.errors import shown
-from trivium.models.config import ModelConfig, Stack
+from trivium.models.config import BlockStack, ModelConfig, Stack
 from trivium.models.options import AnyBlock, Block, Parallel
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.options.positions import Rotary
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
+from trivium.parts.options.positions import RotaryOptions
 from trivium.parts.options.scaling import NoScaling, Ntk
 from trivium.parts.site import Site
 
-_TRAINING = ("dropout", "omit", "init", "fixed")  # settings that only training reads
+# settings that only training reads
+_TRAINING = ("dropout", "variational_dropout", "word_dropout", "unigram_noise", "init", "fixed")
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
@@ -37,15 +38,15 @@ def _leaves(config: ModelConfig) -> dict[str, Any]:
     result = {}
     for side in ("encoder", "decoder"):
         stack = getattr(plain, side)
-        if isinstance(stack, Stack):
-            table[side] = {"layers": stack.layers, **_by_layer(stack)}
+        if isinstance(stack, BlockStack):
+            table[side] = {"kind": table[side]["kind"], "layers": stack.layers, **_by_layer(stack)}
     for key, value in settings.flat(table).items():
         if not any(part in _TRAINING for part in key.split(".")):
             result[key] = value
     return result
 
 
-def _by_layer(stack: Stack) -> Mapping[str, Any]:
+def _by_layer(stack: BlockStack) -> Mapping[str, Any]:
     """The block of all layers, and of each layer that differs from the first one."""
     dumps = [settings.dump(Stack(block=block))["block"] for block in stack.blocks()]
     others = {f"layer {layer}": dump for layer, dump in enumerate(dumps) if dump != dumps[0]}
@@ -58,15 +59,11 @@ def resolved(config: ModelConfig) -> ModelConfig:
     changes: dict[str, Any] = {}
     for side in ("encoder", "decoder"):
         stack = getattr(config, side)
-        if isinstance(stack, Stack):
-            changes[side] = Stack(
-                layers=stack.layers,
-                block=_block(stack.block, site),
-                pattern=stack.pattern,
-                variants={name: _block(block, site) for name, block in stack.variants.items()},
-            )
+        if isinstance(stack, BlockStack):
+            variants = {name: _block(block, site) for name, block in stack.variants.items()}
+            changes[side] = replace(stack, block=_block(stack.block, site), variants=variants)
     embedding = config.embedding
-    if isinstance(embedding, Tokens) and config.family != "encoder-decoder":
+    if isinstance(embedding, TokenEmbeddingOptions) and config.family != "encoder-decoder":
         changes["embedding"] = replace(embedding, tie="all" if config.tied else "none")
     return replace(config, **changes)
 
@@ -75,7 +72,7 @@ def _block(block: AnyBlock, site: Site) -> AnyBlock:
     if not isinstance(block, Block | Parallel):
         return block
     parts = {name: _part(part, site) for name, part in _parts(block) if is_dataclass(part)}
-    if isinstance(block.position, Rotary) and isinstance(block.position.scaling, Ntk):
+    if isinstance(block.position, RotaryOptions) and isinstance(block.position.scaling, Ntk):
         size = int(block.attention.head_size(site) * block.position.share)
         theta = block.position.theta * block.position.scaling.factor ** (size / (size - 2))
         parts["position"] = replace(block.position, theta=theta, scaling=NoScaling())
@@ -88,12 +85,12 @@ def _parts(block: Block | Parallel) -> Iterator[tuple[str, Any]]:
 
 
 def _part(part: Any, site: Site) -> Any:
-    if isinstance(part, MultiHead):
+    if isinstance(part, MultiHeadOptions):
         size = part.head_size(site)
         window = 0 if part.window >= site.context else part.window
         return replace(part, groups=part.groups or part.heads, head=size, value=part.value or size, window=window)
-    if isinstance(part, Glu):
+    if isinstance(part, GluOptions):
         return replace(part, hidden=part.size(site), multiple=1)
-    if isinstance(part, Mlp):
+    if isinstance(part, MlpOptions):
         return replace(part, hidden=part.size(site))
     return part

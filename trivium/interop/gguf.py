@@ -27,8 +27,8 @@ from trivium.interop.quants import dequantise
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.presets.llama import Shape, llama
 from trivium.models.transformer import Lay, Transformer, empty, shapes_of, weights
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.positions import Rotary
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.positions import RotaryOptions
 from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn, plain
 
 FREQUENCIES = "rope_freqs.weight"  # what LLaMA 3.1 and later divide each frequency by
@@ -79,7 +79,7 @@ class Pairs:
 def rules(config: ModelConfig, kind: Kind) -> Rules:
     """The names of one architecture; where pairs lie side by side already, rows stay as they are."""
     block = first_block(config.decoder)
-    heads, position = like(block.attention, MultiHead), like(block.position, Rotary)
+    heads, position = like(block.attention, MultiHeadOptions), like(block.position, RotaryOptions)
     table = same(NAMES)
     if kind.rows == "pairs" and position.layout == "halves":
         turned = {_QUERY: Pairs(heads=heads.heads), _KEY: Pairs(heads=heads.groups or heads.heads)}
@@ -244,7 +244,7 @@ def like_llama(shape: Shape, bias: Bias, layout: Layout = "halves") -> ModelConf
     """LLaMA in this shape with these biases: Qwen2 has those of queries, keys and values."""
     config = llama(shape)
     block = first_block(config.decoder)
-    heads = replace(like(block.attention, MultiHead), bias=bias)
-    turned = replace(like(block.position, Rotary), layout=layout)
+    heads = replace(like(block.attention, MultiHeadOptions), bias=bias)
+    turned = replace(like(block.position, RotaryOptions), layout=layout)
     stack = Stack(layers=shape.layers, block=replace(block, attention=heads, position=turned))
     return replace(config, decoder=stack)

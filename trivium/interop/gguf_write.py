@@ -28,10 +28,10 @@ from trivium.interop.quants import FORMATS, Format, q8_0
 from trivium.models.config import ModelConfig
 from trivium.models.presets.llama import Shape
 from trivium.models.transformer import Transformer, shapes_of, weights
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.feedforward import Glu
-from trivium.parts.options.norms import RMSNorm
-from trivium.parts.options.positions import Rotary
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.feedforward import GluOptions
+from trivium.parts.options.norms import RMSNormOptions
+from trivium.parts.options.positions import RotaryOptions
 from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn, plain
 from trivium.text.tokenizer import Tokenizer
 
@@ -114,7 +114,7 @@ def find(config: ModelConfig) -> Target:
 
 def _nearest(config: ModelConfig, name: str) -> ModelConfig:
     """The model of this name that is nearest to a configuration."""
-    kind, rotary = KINDS[name], like(first_block(config.decoder).position, Rotary)
+    kind, rotary = KINDS[name], like(first_block(config.decoder).position, RotaryOptions)
     layout = rotary.layout if kind.rows == "pairs" else "halves"
     return like_llama(_shape(config, kind), _BIASES[name], layout)
 
@@ -122,17 +122,17 @@ def _nearest(config: ModelConfig, name: str) -> ModelConfig:
 def _shape(config: ModelConfig, kind: Kind) -> Shape:
     """The sizes of the model of this kind that is nearest to a configuration."""
     block, site = first_block(config.decoder), config.site()
-    heads, rotary = like(block.attention, MultiHead), like(block.position, Rotary)
+    heads, rotary = like(block.attention, MultiHeadOptions), like(block.position, RotaryOptions)
     return Shape(
         layers=config.decoder.layers or 1,
         width=config.width,
-        hidden=like(block.feedforward, Glu).size(site),
+        hidden=like(block.feedforward, GluOptions).size(site),
         heads=heads.heads,
         groups=heads.groups or heads.heads,
         head=heads.head_size(site),
         vocab=config.vocab,
         context=config.context,
-        eps=QK_EPS if kind.norm == "rms" else like(block.norm, RMSNorm).eps,
+        eps=QK_EPS if kind.norm == "rms" else like(block.norm, RMSNormOptions).eps,
         theta=rotary.theta,
         scaling=_scaling(rotary.scaling),
         tie="all" if config.tied else "none",

@@ -24,7 +24,7 @@ from trivium.interop.foreign import Say
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import Transformer, shapes_of, weights
 from trivium.objectives.options import PADDING
-from trivium.parts.options.embeddings import Tokens
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
 from trivium.text.adopt import Frame
 from trivium.text.framing import PAD, frame_of
 from trivium.text.missing import MissingTokenizer
@@ -73,7 +73,7 @@ def export_folder(
         _write(module, hidden, target, special, own_ids=ids is None)
         if tokenizer is not None:
             embedding = module.config.embedding
-            segments = isinstance(embedding, Tokens) and embedding.segments > 1
+            segments = isinstance(embedding, TokenEmbeddingOptions) and embedding.segments > 1
             write_tokenizer(tokenizer, hidden, template=chat, frame=frame, segments=segments)
         back, _ = open_model(hidden, tick=lambda what, done, whole: None)
         gap = proof.compare(module, back)

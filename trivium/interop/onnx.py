@@ -27,8 +27,8 @@ from trivium.interop.proof import Mismatch
 from trivium.models.transformer import Transformer, empty, load_weights, weights
 from trivium.objectives.masked import CLASS, SEPARATOR
 from trivium.objectives.options import PAD
-from trivium.parts.options.output import NoOutput
-from trivium.parts.sentence import PooledSentence
+from trivium.parts.options.output import NoOutputOptions
+from trivium.parts.sentence import Pooler
 from trivium.text.published import WRITTEN, write_tokenizer
 from trivium.text.tokenizer import Tokenizer
 
@@ -125,11 +125,11 @@ class Graph(nn.Module):
     @property
     def mute(self) -> bool:
         """Whether there is no vocabulary to give scores for."""
-        return isinstance(self.model.config.output, NoOutput)
+        return isinstance(self.model.config.output, NoOutputOptions)
 
     @property
-    def sentence(self) -> PooledSentence | None:
-        return cast(PooledSentence | None, self.model.sentence)
+    def sentence(self) -> Pooler | None:
+        return cast(Pooler | None, self.model.sentence)
 
     @property
     def inputs(self) -> list[str]:

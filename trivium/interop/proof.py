@@ -14,8 +14,8 @@ from trivium.errors import CheckpointError, ConfigError, TriviumError
 from trivium.interop.alike import differences
 from trivium.models.config import ModelConfig
 from trivium.models.transformer import Transformer
-from trivium.parts.options.output import NoOutput
-from trivium.parts.sentence import PooledSentence
+from trivium.parts.options.output import NoOutputOptions
+from trivium.parts.sentence import Pooler
 
 _NEAR = 1e-5  # of the largest logit: the numbers are the same, only the order of a sum may differ
 _LENGTH = 64  # tokens that are compared
@@ -75,9 +75,9 @@ def _logits(module: Transformer) -> list[Tensor]:
     try:
         source = {"source": tokens_BT.flip(1)} if module.config.family == "encoder-decoder" else {}
         hidden_BTD = module(tokens_BT, **source).hidden
-        result = [hidden_BTD if isinstance(module.config.output, NoOutput) else module.head.logits(hidden_BTD)]
+        result = [hidden_BTD if isinstance(module.config.output, NoOutputOptions) else module.head.logits(hidden_BTD)]
         if module.sentence is not None:
-            result.append(cast(PooledSentence, module.sentence).logits(hidden_BTD))
+            result.append(cast(Pooler, module.sentence).logits(hidden_BTD))
     finally:
         module.train(training)
     return [scores.float() for scores in result]

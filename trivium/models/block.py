@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from trivium.models.options import Block, Parallel
-from trivium.parts.dropout import dropout, locked
-from trivium.parts.losses import Losses, WithLosses, merge, split, with_losses
+from trivium.parts.dropout import dropout
+from trivium.parts.losses import WithLosses, merge, split, with_losses
 from trivium.parts.mixers import Context
 from trivium.parts.site import NoPart, Site
 
@@ -18,34 +18,27 @@ class StandardBlock(nn.Module):
 
     def __init__(self, options: Block, site: Site) -> None:
         super().__init__()
+
+        def connection() -> nn.Module:
+            return options.residual.build(site, options.norm, options.dropout, options.variational_dropout)
+
         self.attention = options.attention.build(site)
-        self.around_attention = options.residual.build(site, options.norm, options.dropout)
+        self.around_attention = connection()
         self.cross: nn.Module | None = None
         if not isinstance(options.cross, NoPart):
             self.cross = options.cross.build(replace(site, source=site.width))
-            self.around_cross = options.residual.build(site, options.norm, options.dropout)
+            self.around_cross = connection()
         self.feedforward = options.feedforward.build(site)
-        self.around_feedforward = options.residual.build(site, options.norm, options.dropout)
-        self.lock = options.lock
+        self.around_feedforward = connection()
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor | WithLosses:
-        x, losses = self.join(self.around_attention, self.attention, x, ctx, ctx)
-        if self.cross is not None:
-            x, more = self.join(self.around_cross, self.cross, x, ctx, ctx)
+        x, losses = split(self.around_attention(x, lambda y: self.attention(y, ctx)))
+        cross = self.cross
+        if cross is not None:
+            x, more = split(self.around_cross(x, lambda y: cross(y, ctx)))
             losses = merge(losses, more)
-        x, more = self.join(self.around_feedforward, self.feedforward, x, ctx)
+        x, more = split(self.around_feedforward(x, lambda y: self.feedforward(y, ctx)))
         return with_losses(x, merge(losses, more))
-
-    def join(
-        self, connection: nn.Module, part: nn.Module, x: Tensor, ctx: Context, *given: Context
-    ) -> tuple[Tensor, Losses]:
-        """The residual stream behind a part, which reads what is `given`; its output gets variational dropout."""
-
-        def sublayer(y: Tensor) -> Tensor | WithLosses:
-            output, losses = split(part(y, *given))
-            return with_losses(locked(output, self.lock, self.training), losses)
-
-        return split(connection(x, sublayer))
 
 
 class ParallelBlock(nn.Module):
@@ -62,6 +55,6 @@ class ParallelBlock(nn.Module):
     def forward(self, x: Tensor, ctx: Context) -> Tensor | WithLosses:
         normed = self.norm(x)
         attended, losses = split(self.attention(normed, ctx))
-        fed, more = split(self.feedforward(normed if self.feedforward_norm is None else self.feedforward_norm(x)))
+        fed, more = split(self.feedforward(normed if self.feedforward_norm is None else self.feedforward_norm(x), ctx))
         x = x + dropout(attended, self.dropout, self.training) + dropout(fed, self.dropout, self.training)
         return with_losses(x, merge(losses, more))

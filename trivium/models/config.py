@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, final, runtime_checkable
 
 from trivium.config import accept, at_least, fraction, place, variants
 from trivium.errors import ConfigError, shown
 from trivium.models.options import BLOCKS, AnyBlock, Block
 from trivium.parts.init import INITS, Gpt2, Init
 from trivium.parts.options.boundary import BOUNDARIES, Boundary
-from trivium.parts.options.embeddings import EMBEDDINGS, Embedding, Tokens
-from trivium.parts.options.output import OUTPUTS, Output, Softmax
+from trivium.parts.options.embeddings import EMBEDDINGS, Embedding, TokenEmbeddingOptions
+from trivium.parts.options.output import OUTPUTS, Output, SoftmaxOptions
 from trivium.parts.options.sentence import SENTENCES, Sentence
 from trivium.parts.site import MOST, Cost, NoPart, Site
 
@@ -33,8 +34,11 @@ class AnyStack(Protocol):
     def reads_source(self) -> bool:
         """Whether its layers attend to the output of an encoder."""
 
-    def build(self, config: ModelConfig, *, causal: bool) -> nn.Module | None:
-        """The module, called as `models.stack.PlainStack`; None for a side that is not there."""
+    def build(self, config: ModelConfig, *, causal: bool, encoder: nn.Module | None) -> nn.Module | None:
+        """The module, called as `models.stack.PlainStack`; None for a side that is not there.
+
+        A decoder beside an encoder gets that one's module, whose states it reads and whose parts it may use.
+        """
 
     def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
         """Every part of the side: its place below the side, and its cost there."""
@@ -52,28 +56,34 @@ class NoStack:
     def reads_source(self) -> bool:
         return False
 
-    def build(self, config: ModelConfig, *, causal: bool) -> None:
+    def build(self, config: ModelConfig, *, causal: bool, encoder: nn.Module | None) -> None:
         return None
 
     def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
         return iter(())
 
 
+@runtime_checkable
+class HasBlocks(Protocol):
+    """A stack that says which block each of its layers has."""
+
+    def blocks(self) -> list[AnyBlock]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stack:
+class BlockStack(ABC):
     """`layers` blocks; `pattern` names variants of the block, repeated over the depth ("" is the block itself)."""
 
     layers: int = 4
     block: AnyBlock = place(BLOCKS, Block())
     pattern: tuple[str, ...] = ()
     variants: Mapping[str, AnyBlock] = variants("block")
-    # share of the features of its last states that a row loses in all of its places (AWD-LSTM): for whoever reads them
-    lock: float = 0.0
+    variational_dropout: float = 0.0  # of the stack's output, with one mask for all tokens of a sequence (AWD-LSTM)
 
     def __post_init__(self) -> None:
         accept(self)
         at_least("layers", self.layers, 1, 10_000)
-        fraction("lock", self.lock)
+        fraction("variational_dropout", self.variational_dropout)
         unknown = [name for name in self.pattern if name and name not in self.variants]
         if unknown:
             raise ConfigError(f"pattern: {shown(unknown[0])} is not among the variants; add [variants.NAME] for it")
@@ -88,10 +98,8 @@ class Stack:
     def reads_source(self) -> bool:
         return any(not isinstance(block.cross, NoPart) for block in self.blocks())
 
-    def build(self, config: ModelConfig, *, causal: bool) -> nn.Module:
-        from trivium.models.stack import PlainStack
-
-        return PlainStack(self, config, causal=causal)
+    @abstractmethod
+    def build(self, config: ModelConfig, *, causal: bool, encoder: nn.Module | None) -> nn.Module: ...
 
     def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
         names, shared = self.pattern or ("",), sharing(self, config.site())
@@ -106,11 +114,78 @@ class Stack:
         yield "block.norm", partial(self.block.final_cost, config.site())
 
 
-STACKS: dict[str, type[AnyStack]] = {"none": NoStack, "plain": Stack}
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack(BlockStack):
+    """Blocks one after another, each with parameters of its own."""
+
+    def build(self, config: ModelConfig, *, causal: bool, encoder: nn.Module | None = None) -> nn.Module:
+        from trivium.models.stack import PlainStack
+
+        return PlainStack(self, config, causal=causal)
+
+
+TIED = ("attention", "feedforward")  # the modules that a tied decoder has in common with its encoder
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiedStack(BlockStack):
+    """A plain decoder except that the encoder's same layer gives it self-attention and feed-forward network.
+
+    Norms, positions and cross-attention are its own (Raffel et al. 2020, §3.2.2: "encoder-decoder, shared").
+    """
+
+    def build(self, config: ModelConfig, *, causal: bool, encoder: nn.Module | None) -> nn.Module:
+        from trivium.models.stack import PlainStack
+
+        assert encoder is not None
+        stack = PlainStack(self, config, causal=causal)
+        for layer, block in enumerate(stack.blocks):
+            for part in TIED:  # one storage, to which both uses add their gradients
+                setattr(block, part, encoder.get_submodule(f"blocks.{layer}.{part}"))
+        return stack
+
+    def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
+        for name, problem in self._unlike(config, causal=causal):
+            yield name, partial(_refuse, problem)
+        for name, cost in BlockStack.costs(self, config, causal=causal):
+            yield name, without_parameters(cost) if name.rsplit(".", 1)[-1] in TIED else cost
+
+    def _unlike(self, config: ModelConfig, *, causal: bool) -> Iterator[tuple[str, str]]:
+        """What keeps this stack from using the encoder's modules: the key to change, and why."""
+        encoder = config.encoder
+        if not causal:
+            yield "kind", "only a decoder is tied to the other side; set it to plain"
+        elif not isinstance(encoder, HasBlocks):
+            yield "kind", "tied shares the blocks of an encoder, and there are none; set it to plain"
+        elif encoder.layers != self.layers:
+            yield "layers", f"it is tied to {encoder.layers} layers of the encoder, not {self.layers}; set both alike"
+        else:
+            for layer, pair in enumerate(zip(encoder.blocks(), self.blocks(), strict=True)):
+                if part := _difference(*pair):
+                    yield "kind", f"tied blocks are alike, but those of layer {layer} differ in {part}; set both alike"
+                    return
+
+
+def _difference(one: AnyBlock, other: AnyBlock) -> str:
+    """The first place that keeps two blocks from having modules in common."""
+    if type(one) is not type(other):
+        return "kind"
+    return next((part for part in TIED if not _is_same(getattr(one, part, None), getattr(other, part, None))), "")
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is not None and one == other
+
+
+def _refuse(problem: str) -> Cost:
+    raise ConfigError(problem)
+
+
+STACKS: dict[str, type[AnyStack]] = {"none": NoStack, "plain": Stack, "tied": TiedStack}
 
 Family = Literal["encoder", "decoder", "encoder-decoder"]
-
-SHARED = ("attention", "feedforward")  # what is one for both sides of a model with `share=stacks`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,13 +195,10 @@ class ModelConfig:
     width: int = 256
     context: int = 256  # the longest input
     vocab: int = 0  # 0 means as many as the tokenizer has
-    embedding: Embedding = place(EMBEDDINGS, Tokens())
+    embedding: Embedding = place(EMBEDDINGS, TokenEmbeddingOptions())
     encoder: AnyStack = place(STACKS, NoStack())
     decoder: AnyStack = place(STACKS, Stack())
-    # stacks: one self-attention and one feed-forward network for the same layer of both sides; norms, positions and
-    # cross-attention stay each side's own
-    share: Literal["none", "stacks"] = "none"
-    output: Output = place(OUTPUTS, Softmax())
+    output: Output = place(OUTPUTS, SoftmaxOptions())
     sentence: Sentence | NoPart = place({"none": NoPart, **SENTENCES}, NoPart())
     boundary: Boundary | NoPart = place({"none": NoPart, **BOUNDARIES}, NoPart())
     init: Init = place(INITS, Gpt2())
@@ -189,7 +261,7 @@ def inner(block: AnyBlock, site: Site) -> Site:
     return replace(site, heads=block.attention.heads, head=key, value=value)
 
 
-def sharing(stack: Stack, site: Site) -> list[int]:
+def sharing(stack: BlockStack, site: Site) -> list[int]:
     """For every layer the first one whose position module it uses: its own, or that of equal options before it."""
 
     def same(one: AnyBlock, other: AnyBlock) -> bool:
@@ -219,8 +291,7 @@ def _costs(config: ModelConfig) -> Iterator[Place]:
     for side, causal in (("encoder", False), ("decoder", True)):
         stack: AnyStack = getattr(config, side)
         for name, cost in stack.costs(config, causal=causal):
-            second = side == "decoder" and config.share == "stacks" and name.rsplit(".", 1)[-1] in SHARED
-            yield f"{side}.{name}", without_parameters(cost) if second else cost
+            yield f"{side}.{name}", cost
     yield "output", lambda: config.output.cost(top, tied=config.tied)
     sentence = config.sentence
     if not isinstance(sentence, NoPart):
@@ -245,7 +316,7 @@ def _kept(block: AnyBlock, site: Site) -> Cost:
 
 def _refusals(config: ModelConfig) -> None:
     """Ask every part for its cost, so that one that cannot stand where it is says so now, by its dotted key."""
-    errors = [*_misplaced_cross(config), *_misplaced_heads(config), *_not_alike(config)]
+    errors = [*_misplaced_cross(config), *_misplaced_heads(config)]
     for place_name, cost in _costs(config):
         try:
             cost()
@@ -278,23 +349,3 @@ def _misplaced_heads(config: ModelConfig) -> Iterator[ConfigError]:
         yield ConfigError("sentence: only an encoder's first state has read the whole text; set it to none")
     if not isinstance(config.boundary, NoPart):
         yield ConfigError("boundary: only an encoder has read both sides of a span; set it to none")
-
-
-def _not_alike(config: ModelConfig) -> Iterator[ConfigError]:
-    """Two sides can share only what they both have."""
-    if config.share == "none":
-        return
-    if not isinstance(config.encoder, Stack) or not isinstance(config.decoder, Stack):
-        yield ConfigError("share: a model with one side has no second one to share with; set it to none")
-    elif config.encoder.layers != config.decoder.layers:
-        yield ConfigError(
-            f"share: {config.encoder.layers} layers of the encoder and {config.decoder.layers} of the decoder cannot "
-            "be the same; give both sides as many"
-        )
-    else:
-        for pair in zip(config.encoder.blocks(), config.decoder.blocks(), strict=True):
-            unlike = [part for part in SHARED if getattr(pair[0], part) != getattr(pair[1], part)]
-            if unlike or not all(isinstance(block, Block) for block in pair):
-                part = unlike[0] if unlike else "kind"
-                yield ConfigError(f"share: the blocks of encoder and decoder differ in their {part}; set both alike")
-                return

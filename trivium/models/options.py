@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from trivium.config import accept, fraction, place
-from trivium.parts.options.attention import ATTENTIONS, Attention, MultiHead
-from trivium.parts.options.feedforward import FEEDFORWARDS, FeedForward, Mlp
-from trivium.parts.options.norms import NORMS, LayerNorm, Norm
-from trivium.parts.options.positions import POSITIONS, Learned, Position
-from trivium.parts.options.residual import RESIDUALS, Pre, Residual
+from trivium.parts.options.attention import ATTENTIONS, Attention, MultiHeadOptions
+from trivium.parts.options.feedforward import FEEDFORWARDS, FeedForward, MlpOptions
+from trivium.parts.options.norms import NORMS, LayerNormOptions, Norm
+from trivium.parts.options.positions import POSITIONS, LearnedOptions, Position
+from trivium.parts.options.residual import RESIDUALS, PreOptions, Residual
 from trivium.parts.site import Cost, NoPart, Site
 
 if TYPE_CHECKING:
@@ -41,19 +41,20 @@ class AnyBlock(Protocol):
 class Block:
     """One layer: self-attention, cross-attention where there is a source, and a feed-forward network."""
 
-    attention: Attention = place(ATTENTIONS, MultiHead())
+    attention: Attention = place(ATTENTIONS, MultiHeadOptions())
     cross: Attention | NoPart = place({"none": NoPart, **ATTENTIONS}, NoPart())
-    feedforward: FeedForward = place(FEEDFORWARDS, Mlp())
-    norm: Norm = place(NORMS, LayerNorm())
-    residual: Residual = place(RESIDUALS, Pre())
-    position: Position = place(POSITIONS, Learned())
+    feedforward: FeedForward = place(FEEDFORWARDS, MlpOptions())
+    norm: Norm = place(NORMS, LayerNormOptions())
+    residual: Residual = place(RESIDUALS, PreOptions())
+    position: Position = place(POSITIONS, LearnedOptions())
     dropout: float = 0.0  # of each sub-layer's output
-    lock: float = 0.0  # share of its features that a row loses in all of its places (Gal and Ghahramani)
+    # of each sub-layer's output, with one mask for all tokens of a sequence (Gal and Ghahramani 2016)
+    variational_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         accept(self)
         fraction("dropout", self.dropout)
-        fraction("lock", self.lock)
+        fraction("variational_dropout", self.variational_dropout)
 
     def costs(self, site: Site) -> Iterator[tuple[str, Callable[[], Cost]]]:
         yield "attention", lambda: self.attention.cost(site)
@@ -81,11 +82,11 @@ class Block:
 class Parallel:
     """A pre-norm layer except that attention and feed-forward read the same stream and are added together."""
 
-    attention: Attention = place(ATTENTIONS, MultiHead())
-    feedforward: FeedForward = place(FEEDFORWARDS, Mlp())
-    norm: Norm = place(NORMS, LayerNorm())
+    attention: Attention = place(ATTENTIONS, MultiHeadOptions())
+    feedforward: FeedForward = place(FEEDFORWARDS, MlpOptions())
+    norm: Norm = place(NORMS, LayerNormOptions())
     norms: Literal["one", "two"] = "one"  # shared by both (GPT-J, PaLM), or one for each (GPT-NeoX)
-    position: Position = place(POSITIONS, Learned())
+    position: Position = place(POSITIONS, LearnedOptions())
     dropout: float = 0.0  # of each sub-layer's output
 
     def __post_init__(self) -> None:

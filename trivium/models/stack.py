@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trivium.models.config import ModelConfig, Stack, inner, sharing
+from trivium.models.config import BlockStack, ModelConfig, inner, sharing
 from trivium.parts.cache import Cache, LayerCache, Slots, StateCache
-from trivium.parts.dropout import locked
+from trivium.parts.dropout import dropout
 from trivium.parts.losses import Losses, WithLosses, merge, split, with_losses
 from trivium.parts.masks import AnyMask, Mask, ScoreMask
 from trivium.parts.mixers import Context, MixerState
@@ -26,7 +26,7 @@ class PlainStack(nn.Module):
 
     context: type[Context] = Context  # what a layer gets beside the residual stream
 
-    def __init__(self, options: Stack, config: ModelConfig, *, causal: bool) -> None:
+    def __init__(self, options: BlockStack, config: ModelConfig, *, causal: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
         self.positions = nn.ModuleList()
@@ -43,9 +43,9 @@ class PlainStack(nn.Module):
             if layer in own:
                 self.positions.append(block.position.build(inner(block, site)))
         self.final = options.block.final(config.site(depth=options.layers))
-        self.lock = options.lock
+        self.variational_dropout = options.variational_dropout
         # of the residual stream in training, in a fast stack; None: as the embedding gives it
-        self.stream: torch.dtype | None = None
+        self.residual_dtype: torch.dtype | None = None
         self.recompute = False  # whether training forgets what is inside a block and computes it again going back
 
     def embed(self, x_BTD: Tensor, at: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class PlainStack(nn.Module):
             losses = merge(losses, more) if more else losses
         if cache is not None:
             cache.length += x_BTD.shape[1]
-        return with_losses(locked(self.final(x_BTD), self.lock, self.training), losses)
+        return with_losses(dropout(self.final(x_BTD), 0.0, self.training, variational=self.variational_dropout), losses)
 
     def contexts(
         self,

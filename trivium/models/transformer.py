@@ -8,13 +8,13 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from trivium.errors import ConfigError, RequestError, printable
-from trivium.models.config import SHARED, ModelConfig
+from trivium.models.config import ModelConfig
 from trivium.models.stack import PlainStack
 from trivium.models.unwritten import tracked
 from trivium.parts.cache import Cache, SlotMask
@@ -23,6 +23,7 @@ from trivium.parts.embeddings import TokenEmbedding
 from trivium.parts.losses import Losses, merge, split
 from trivium.parts.masks import AnyMask, Mask
 from trivium.parts.output import Head
+from trivium.parts.sharded import fill, own_shard, whole
 from trivium.parts.site import NoPart
 
 Lay = Callable[[nn.Module], None]  # what is done to a model between building and filling it: device and fast classes
@@ -59,23 +60,14 @@ class Transformer(nn.Module):
             self.source_embedding = config.embedding.build(site)
             if config.one_input:
                 self.source_embedding.weight = self.embedding.weight
-        self.encoder = cast("PlainStack | None", config.encoder.build(config, causal=False))
-        self.decoder = cast("PlainStack | None", config.decoder.build(config, causal=True))
-        if config.share == "stacks":
-            self._share()
+        encoder = config.encoder.build(config, causal=False, encoder=None)
+        self.encoder = cast("PlainStack | None", encoder)
+        self.decoder = cast("PlainStack | None", config.decoder.build(config, causal=True, encoder=encoder))
         self.output = config.output.build(site, self.embedding.weight if config.tied else None)
         self.sentence = None if isinstance(config.sentence, NoPart) else config.sentence.build(site)
         self.boundary: nn.Module | None = None
         if not isinstance(config.boundary, NoPart):
             self.boundary = config.boundary.build(site, self.embedding.weight)
-
-    def _share(self) -> None:
-        """Give both sides the same modules: one storage, to which both uses add their gradients."""
-        assert self.encoder is not None
-        assert self.decoder is not None
-        for block, other in zip(self.encoder.blocks, self.decoder.blocks, strict=True):
-            for part in SHARED:
-                setattr(other, part, getattr(block, part))
 
     @property
     def head(self) -> Head:
@@ -111,8 +103,17 @@ class Transformer(nn.Module):
         """
         if source_documents is not None and (documents is None or cache is not None):
             raise RequestError("packed sources need documents= of the targets too, and no cache")
-        memory, memory_padding, losses = self._memory(source, source_padding, cache, source_positions, source_documents)
-        side = cast(PlainStack, self.decoder if self.decoder is not None else self.encoder)
+        self._check_source(source, cache)
+        memory = None if cache is None else cache.memory
+        losses: Losses = {}
+        if memory is not None and cache is not None:
+            source_padding = cache.memory_padding
+        elif source is not None:
+            memory, losses = self._encode(source, source_padding, source_positions, source_documents)
+            if cache is not None:
+                cache.memory, cache.memory_padding = memory, source_padding
+        side = self.decoder if self.decoder is not None else self.encoder
+        assert side is not None
         mask: AnyMask = Mask(causal=self.decoder is not None, prefix=prefix, padding=padding, documents=documents)
         if cache is not None and cache.slots is not None:
             mask = SlotMask(slots=cache.slots)
@@ -120,7 +121,7 @@ class Transformer(nn.Module):
         positions = running if positions is None else positions
         x_BTD = self.embedding(tokens, segments, lambda x: side.embed(x, positions))
         packed = source_documents is not None
-        across = Mask(padding=memory_padding, documents=source_documents, asking=documents if packed else None)
+        across = Mask(padding=source_padding, documents=source_documents, asking=documents if packed else None)
         hidden, more = split(side(x_BTD, positions, mask, cache, memory, across))
         return States(hidden, merge(losses, more) if losses else more)
 
@@ -146,27 +147,12 @@ class Transformer(nn.Module):
         x_BSD = self.source_embedding(source, None, lambda x: encoder.embed(x, positions))
         return split(encoder(x_BSD, positions, Mask(padding=padding, documents=documents)))
 
-    def _memory(
-        self,
-        source: Tensor | None,
-        padding: Tensor | None,
-        cache: Cache | None,
-        positions: Tensor | None,
-        documents: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None, Losses]:
-        """The encoder's output, its padding and its losses, from the cache if it has them already."""
-        if self.source_embedding is None:
-            if source is not None:
-                raise RequestError(f"a model of the {self.config.family} family takes no source")
-            return None, None, {}
-        if cache is not None and cache.memory is not None:
-            return cache.memory, cache.memory_padding, {}
-        if source is None:
+    def _check_source(self, source: Tensor | None, cache: Cache | None) -> None:
+        """An encoder-decoder needs a source, in the first pass at least; others take none."""
+        if self.source_embedding is None and source is not None:
+            raise RequestError(f"a model of the {self.config.family} family takes no source")
+        if self.source_embedding is not None and source is None and (cache is None or cache.memory is None):
             raise RequestError("an encoder-decoder needs a source: pass source=")
-        memory, losses = self._encode(source, padding, positions, documents)
-        if cache is not None:
-            cache.memory, cache.memory_padding = memory, padding
-        return memory, padding, losses
 
     def _running(self, start: int, length: int, device: torch.device) -> Tensor:
         if start + length > self.config.context:
@@ -185,21 +171,21 @@ class Transformer(nn.Module):
                 side.recompute = value
 
     @property
-    def stream(self) -> torch.dtype | None:
-        """The precision of what goes from block to block in training; None leaves it as the embedding gives it."""
-        return next((side.stream for side in (self.encoder, self.decoder) if side is not None), None)
+    def residual_dtype(self) -> torch.dtype | None:
+        """The dtype of the residual stream in training; None leaves it as the embedding gives it."""
+        return next((side.residual_dtype for side in (self.encoder, self.decoder) if side is not None), None)
 
-    @stream.setter
-    def stream(self, value: torch.dtype | None) -> None:
+    @residual_dtype.setter
+    def residual_dtype(self, value: torch.dtype | None) -> None:
         for side in (self.encoder, self.decoder):
             if side is not None:
-                side.stream = value
+                side.residual_dtype = value
 
     def cache(self, rows: int, longest: int) -> Cache:
         """An empty cache for `rows` sequences of at most `longest` tokens."""
         if self.decoder is None:
             raise RequestError("an encoder sees its whole input at once, so it cannot generate token by token")
-        return self.decoder.cache(rows, longest, self.embedding.weight)
+        return self.decoder.cache(rows, longest, own_shard(self.embedding.weight))  # a cache is never sharded
 
 
 def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
@@ -253,12 +239,17 @@ def empty(config: ModelConfig) -> Transformer:
     return Transformer(config)
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The distinct tensors that a checkpoint holds, by name; a tied matrix appears once, under its first name."""
+def weights(model: nn.Module, *, shards: Literal["kept", "gathered"] = "kept") -> dict[str, Tensor]:
+    """The distinct tensors that a checkpoint holds, by name; a tied matrix appears once, under its first name.
+
+    Those of a sharded model are DTensors, of which a process has a shard; `gathered` they are whole in every process,
+    and all of them must ask.
+    """
+    saved = model.state_dict()  # before the parameters: FSDP2 then takes back what a forward pass has gathered
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    saved = model.state_dict()
     alias = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {**parameters, **{name: tensor for name, tensor in saved.items() if name not in alias}}
+    found = {**parameters, **{name: tensor for name, tensor in saved.items() if name not in alias}}
+    return found if shards == "kept" else {name: whole(tensor) for name, tensor in found.items()}
 
 
 def check_weights(model: nn.Module, tensors: Mapping[str, Shaped]) -> None:
@@ -277,11 +268,11 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Shaped]) -> None:
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Fill a model; tensors that do not fit are refused before any is copied."""
+    """Fill a model, sharded or not; tensors that do not fit are refused before any is copied."""
     check_weights(model, tensors)
     with torch.no_grad():
         for name, tensor in weights(model).items():
-            tensor.copy_(tensors[name])
+            fill(tensor, tensors[name])
 
 
 def with_vocab(config: ModelConfig, size: int) -> ModelConfig:

@@ -35,7 +35,7 @@ def extend(model: Transformer, size: int, *, rows: Rows = "normal", seed: int = 
             for name, tensor in old.items()
         },
     )
-    larger.recompute, larger.stream = model.recompute, model.stream
+    larger.recompute, larger.residual_dtype = model.recompute, model.residual_dtype
     return larger.train(model.training)
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from trivium.config import at_least, fraction
 from trivium.errors import ConfigError
 from trivium.models.config import Family, ModelConfig
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.sentence import Pooler
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.sentence import PoolerOptions
 from trivium.parts.site import NoPart
 from trivium.text.tokenizer import Tokenizer
 
@@ -139,11 +139,11 @@ def _room_for_text(context: int, frame: int, least: int) -> int:
 def _check_pairs(model: ModelConfig) -> None:
     """Refuse a model that cannot tell A from B, or has nothing to answer with."""
     errors: list[ConfigError] = []
-    if not (isinstance(model.embedding, Tokens) and model.embedding.segments >= 2):
+    if not (isinstance(model.embedding, TokenEmbeddingOptions) and model.embedding.segments >= 2):
         errors.append(
             ConfigError("model.embedding.segments: objective.frame=pair has two kinds of segment; set it to 2")
         )
-    if not (isinstance(model.sentence, Pooler) and model.sentence.classes == 2):
+    if not (isinstance(model.sentence, PoolerOptions) and model.sentence.classes == 2):
         errors.append(
             ConfigError(
                 "model.sentence: objective.frame=pair asks whether one text follows another; set it to pooler, with "

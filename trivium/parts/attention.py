@@ -14,8 +14,8 @@ from trivium.parts.cache import StateCache
 from trivium.parts.linear import Linear
 from trivium.parts.masks import ScoreMask, masked_bias
 from trivium.parts.mixers import Context, Decoding
-from trivium.parts.norms import RMSNormed
-from trivium.parts.options.attention import MultiHead
+from trivium.parts.norms import RMSNorm
+from trivium.parts.options.attention import MultiHeadOptions
 from trivium.parts.site import Site
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query [B, H, T, E], key [B, G, S, E], value [B, G, S, E]
@@ -31,7 +31,7 @@ class MultiHeadAttention(nn.Module):
     decoding: Decoding = "mask"
     can_roll_back = True
 
-    def __init__(self, options: MultiHead, site: Site) -> None:
+    def __init__(self, options: MultiHeadOptions, site: Site) -> None:
         super().__init__()
         groups, size, value = options.cache_shape(site)
         source, bias = site.source or site.width, options.bias != "none"
@@ -44,32 +44,24 @@ class MultiHeadAttention(nn.Module):
         self.key = Linear(source, groups * size, bias=bias, role="key")
         self.value = Linear(source, groups * value, bias=bias, role="value")
         self.out = Linear(options.heads * value, site.width, bias=options.bias == "all", role="attention-out")
-        self.query_norm = RMSNormed(size, 1e-6) if options.norm == "rms" else None
-        self.key_norm = RMSNormed(size, 1e-6) if options.norm == "rms" else None
+        self.query_norm = RMSNorm(size, 1e-6) if options.norm == "rms" else None
+        self.key_norm = RMSNorm(size, 1e-6) if options.norm == "rms" else None
 
     def forward(self, x_BTD: Tensor, ctx: Context) -> Tensor:
-        result: Tensor = self.out(self.mix(x_BTD, ctx))
+        mixed_BHTE = self.attend(*self.heads(x_BTD, ctx), ctx)
+        result: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
         return result
 
-    def mix(self, x_BTD: Tensor, ctx: Context) -> Tensor:
-        """The mixed values of all heads side by side, [B, T, H * E]."""
-        mixed_BHTE = self.across(x_BTD, ctx) if self.crossed else self.within(x_BTD, ctx)
-        return mixed_BHTE.transpose(1, 2).flatten(2)
-
-    def within(self, x_BTD: Tensor, ctx: Context) -> Tensor:
-        """Attend from the tokens to themselves and to those in the cache."""
+    def heads(self, x_BTD: Tensor, ctx: Context) -> Heads:
+        """Queries of the tokens, keys and values of what they attend to: the source, or themselves and the cache."""
+        if self.crossed:  # without positions: two texts have none in common
+            return _normed(split_heads(self.query(x_BTD), self.size), self.query_norm), *self.source_heads(ctx)
         query_BHTE, key_BGSE, value_BGSE = self.project(x_BTD, ctx)
         query_BHTE = ctx.position.rotate(_normed(query_BHTE, self.query_norm), ctx.prepared)
         key_BGSE = ctx.position.rotate(_normed(key_BGSE, self.key_norm), ctx.prepared)
         if ctx.cache is not None and not isinstance(ctx.cache, StateCache):
             key_BGSE, value_BGSE = ctx.cache.append(key_BGSE, value_BGSE, ctx.start)
-        return self.attend(query_BHTE, key_BGSE, value_BGSE, ctx)
-
-    def across(self, x_BTD: Tensor, ctx: Context) -> Tensor:
-        """Attend from the tokens to the source, without positions."""
-        query_BHTE = _normed(split_heads(self.query(x_BTD), self.size), self.query_norm)
-        assert ctx.source_mask is not None
-        return self.sdpa(query_BHTE, *self.source_heads(ctx), ctx.source_mask)
+        return query_BHTE, key_BGSE, value_BGSE
 
     def project(self, x_BTD: Tensor, ctx: Context) -> Heads:
         """Queries, keys and values by heads."""
@@ -95,6 +87,9 @@ class MultiHeadAttention(nn.Module):
 
     def attend(self, query_BHTE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, ctx: Context) -> Tensor:
         """The mixed values; a position scheme may add to the scores of each query, and to the values themselves."""
+        if self.crossed:
+            assert ctx.source_mask is not None
+            return self.sdpa(query_BHTE, key_BGSE, value_BGSE, ctx.source_mask)
         position, prepared, mask = ctx.position, ctx.prepared, ctx.mask
         score_BHTS = position.score(query_BHTE, prepared)
         if score_BHTS is not None:
@@ -136,7 +131,7 @@ class MultiHeadAttention(nn.Module):
 
     def per_query_head(self, x_BGSE: Tensor, query_BHTE: Tensor) -> Tensor:
         """Keys or values repeated for every query head that shares them, [B, H, S, E]."""
-        return x_BGSE.repeat_interleave(query_BHTE.shape[1] // self.groups, dim=1) if self.grouped else x_BGSE
+        return x_BGSE.repeat_interleave(query_BHTE.shape[1] // x_BGSE.shape[1], dim=1) if self.grouped else x_BGSE
 
 
 class AddedScores(ScoreMask):

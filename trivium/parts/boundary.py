@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from trivium.parts.activations import ACTIVATIONS
 from trivium.parts.declared import POSITION, Declared
 from trivium.parts.linear import Linear
-from trivium.parts.options.boundary import SpanBoundary
-from trivium.parts.options.output import Softmax
+from trivium.parts.options.boundary import SpanBoundaryOptions
+from trivium.parts.options.output import SoftmaxOptions
 from trivium.parts.output import Head
 from trivium.parts.site import Site
 
 
-class BoundaryHead(nn.Module):
+class SpanBoundaryHead(nn.Module):
     """SpanBERT's head: a token from the states at the borders of its span and its place (Joshi et al. 2020)."""
 
     declares: ClassVar[Mapping[str, Declared]] = {"places": POSITION}
 
-    def __init__(self, options: SpanBoundary, site: Site, tied: nn.Parameter) -> None:
+    def __init__(self, options: SpanBoundaryOptions, site: Site, tied: nn.Parameter) -> None:
         super().__init__()
         self.places = nn.Parameter(torch.empty(options.rows, options.size))
         self.activation = ACTIVATIONS[options.activation]
@@ -33,7 +33,7 @@ class BoundaryHead(nn.Module):
         self.first_norm = options.norm.build(site)
         self.second = Linear(site.width, site.width, bias=True, role="transform")
         self.second_norm = options.norm.build(site)
-        self.output = Softmax(bias=True).build(site, tied)
+        self.output = SoftmaxOptions(bias=True).build(site, tied)
 
     def forward(self, left_ND: Tensor, right_ND: Tensor, places_N: Tensor) -> Tensor:
         """What the borders of a span say of its tokens, each by its place from 0 on; [N, D]."""

@@ -40,6 +40,9 @@ class SlotMask:
     def within(self, window: int) -> SlotMask:
         return SlotMask(slots=self.slots, window=window) if window else self
 
+    def real(self, queries: int) -> Tensor | None:
+        return None
+
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
         places_BT1, at_11S = self.slots.places(queries)[:, :, None], self.slots.at_1S[:, None]
         allowed_BTS = at_11S <= places_BT1

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from trivium.errors import RequestError
 from trivium.parts.declared import EMBEDDING, Declared
-from trivium.parts.dropout import dropout, locked
-from trivium.parts.options.embeddings import Tokens
+from trivium.parts.dropout import dropout
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
 from trivium.parts.site import NoPart, Site
 
 
@@ -24,13 +24,14 @@ class TokenEmbedding(nn.Module):
 
     declares: ClassVar[Mapping[str, Declared]] = {"weight": EMBEDDING, "segments": EMBEDDING}
 
-    def __init__(self, options: Tokens, site: Site) -> None:
+    def __init__(self, options: TokenEmbeddingOptions, site: Site) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(site.vocab, site.width))
         self.segments = nn.Parameter(torch.empty(options.segments, site.width)) if options.segments else None
         self.norm = None if isinstance(options.norm, NoPart) else options.norm.build(site)
         self.scale = math.sqrt(site.width) if options.scale == "root" else 1.0
-        self.dropout, self.omit, self.swap, self.lock = options.dropout, options.omit, options.swap, options.lock
+        self.dropout, self.variational_dropout = options.dropout, options.variational_dropout
+        self.word_dropout, self.unigram_noise = options.word_dropout, options.unigram_noise
 
     def forward(
         self,
@@ -39,15 +40,17 @@ class TokenEmbedding(nn.Module):
         add_positions: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Tensor:
         """The input of the first block: vectors, positions added, then norm and dropout."""
-        return self.leave(add_positions(self.enter(tokens_BT, segments_BT)))
+        x_BTD = add_positions(self.enter(tokens_BT, segments_BT))
+        x_BTD = x_BTD if self.norm is None else cast(Tensor, self.norm(x_BTD))
+        return dropout(x_BTD, self.dropout, self.training, variational=self.variational_dropout)
 
     def enter(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """The vectors of these ids, before positions; without `segments` all tokens are of segment 0."""
-        if self.training and self.swap:
-            tokens_BT = _swapped(tokens_BT, self.swap)
+        if self.training and self.unigram_noise:
+            tokens_BT = _with_unigram_noise(tokens_BT, self.unigram_noise)
         x_BTD = F.embedding(tokens_BT, self.weight)
-        if self.training and self.omit:  # drawn per id, not per place: an omitted word is missing wherever it stands
-            kept_V1 = dropout(x_BTD.new_ones(len(self.weight), 1), self.omit, True)
+        if self.training and self.word_dropout:  # drawn per id: a dropped word is zero wherever it stands
+            kept_V1 = dropout(x_BTD.new_ones(len(self.weight), 1), self.word_dropout, True)
             x_BTD = x_BTD * F.embedding(tokens_BT, kept_V1)
         if self.scale != 1.0:
             x_BTD = x_BTD * self.scale
@@ -57,14 +60,9 @@ class TokenEmbedding(nn.Module):
             return x_BTD
         return x_BTD + (self.segments[0] if segments_BT is None else F.embedding(segments_BT, self.segments))
 
-    def leave(self, x_BTD: Tensor) -> Tensor:
-        """What the first block reads: after positions were added."""
-        x_BTD = x_BTD if self.norm is None else cast(Tensor, self.norm(x_BTD))
-        return dropout(locked(x_BTD, self.lock, self.training), self.dropout, self.training)
 
-
-def _swapped(tokens_BT: Tensor, share: float) -> Tensor:
-    """The ids, a share of them drawn anew from all of the batch: as frequent words as the text's own."""
+def _with_unigram_noise(tokens_BT: Tensor, share: float) -> Tensor:
+    """The ids, a share of them replaced by draws from the ids of the batch, which are as frequent as in the text."""
     drawn_BT = torch.randint(tokens_BT.numel(), tokens_BT.shape, device=tokens_BT.device)
     chosen_BT = torch.rand(tokens_BT.shape, device=tokens_BT.device) < share
     return torch.where(chosen_BT, tokens_BT.flatten()[drawn_BT], tokens_BT)

@@ -16,7 +16,8 @@ class Loss(NamedTuple):
     """A differentiable sum over one micro-batch, the name of the count that divides it, and its weight in the total.
 
     The count is one of `Batch.counts`, added up over the micro-batches of a step. A statistic of a whole batch enters
-    as its value times the number of tokens. A weight of 0 is only reported.
+    as its value times the number of sequences, over "sequences": the mean of micro-batches then does not depend on how
+    many labels they have. A weight of 0 is only reported.
     """
 
     sum: Tensor

@@ -20,6 +20,9 @@ class AnyMask(Protocol):
     def within(self, window: int) -> AnyMask:
         """The same mask for a layer that sees only so far; 0 means no limit."""
 
+    def real(self, queries: int) -> Tensor | None:
+        """Which of the last tokens are real, [B, T]; None if all are."""
+
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """[1 or B, 1 or H, T, S]: boolean, or a float that is added to the scores; None if everything is seen."""
 
@@ -40,6 +43,12 @@ class Mask:
 
     def within(self, window: int) -> Mask:
         return replace(self, window=window) if window else self
+
+    def real(self, queries: int) -> Tensor | None:
+        """Which of the last tokens are real, [B, T]; None if all are."""
+        if self.documents is not None:
+            return self.documents[:, -queries:] > 0
+        return None if self.padding is None else self.padding[:, -queries:]
 
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         if not self.causal and not self.window and self.padding is None and self.documents is None:

@@ -40,6 +40,11 @@ class Context:
     source: Tensor | None = None  # [B, S, D] the encoder's output
     source_mask: ScoreMask | None = None
 
+    @property
+    def real(self) -> Tensor | None:
+        """Which tokens are real, [B, T]; None if there is no padding."""
+        return self.mask.mask.real(self.at.shape[1])
+
 
 class MixerState(Protocol):
     """What a mixer remembers of B sequences while it decodes, if keys and values are not what it keeps."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trivium.parts.declared import VECTOR, Declared
 
 
-class LayerNormed(nn.Module):
+class LayerNorm(nn.Module):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension (Ba et al. 2016)."""
 
     declares: ClassVar[Mapping[str, Declared]] = {"weight": VECTOR, "bias": VECTOR}
@@ -27,7 +27,7 @@ class LayerNormed(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class RMSNormed(nn.Module):
+class RMSNorm(nn.Module):
     """`x / sqrt(mean(x²) + eps) * weight` over the last dimension (Zhang and Sennrich 2019)."""
 
     declares: ClassVar[Mapping[str, Declared]] = {"weight": VECTOR}

@@ -15,7 +15,7 @@ from trivium.labels import IGNORED
 from trivium.parts.activations import ACTIVATIONS
 from trivium.parts.dropout import dropout
 from trivium.parts.linear import Linear, give_bias
-from trivium.parts.options.output import MaskedHead, Softmax
+from trivium.parts.options.output import MaskedOutputOptions, SoftmaxOptions
 from trivium.parts.site import Site
 
 
@@ -81,7 +81,7 @@ class VocabularyOutput(nn.Module):
 class SoftmaxOutput(VocabularyOutput):
     """`softmax(hidden Wᵀ + b)`, by option scaled and soft-capped; W may be the embedding's own matrix."""
 
-    def __init__(self, options: Softmax, site: Site, tied: nn.Parameter | None) -> None:
+    def __init__(self, options: SoftmaxOptions, site: Site, tied: nn.Parameter | None) -> None:
         super().__init__()
         self.cap = options.cap
         self.scale = site.width**-0.5 if options.scale == "root" else 1.0
@@ -98,7 +98,7 @@ class SoftmaxOutput(VocabularyOutput):
 class MaskedOutput(VocabularyOutput):
     """BERT's head: `softmax(norm(act(hidden W₁ + b₁)) W₂ᵀ + b₂)` (Devlin et al. 2019)."""
 
-    def __init__(self, options: MaskedHead, site: Site, tied: nn.Parameter | None) -> None:
+    def __init__(self, options: MaskedOutputOptions, site: Site, tied: nn.Parameter | None) -> None:
         super().__init__()
         self.transform = Linear(site.width, site.width, bias=True, role="transform")
         self.activation = ACTIVATIONS[options.activation]
@@ -110,7 +110,7 @@ class MaskedOutput(VocabularyOutput):
         return result
 
 
-class StatesOnly(nn.Module):
+class NoOutput(nn.Module):
     """The output of an encoder without a vocabulary: it refuses."""
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from trivium.parts.activations import ACTIVATIONS
 from trivium.parts.linear import Linear
-from trivium.parts.options.sentence import Pooler
+from trivium.parts.options.sentence import PoolerOptions
 from trivium.parts.site import Site
 
 
-class PooledSentence(nn.Module):
+class Pooler(nn.Module):
     """`act(hidden₀ W + b) C + c`: classes read from the first state (BERT's pooler, Devlin et al. 2019)."""
 
-    def __init__(self, options: Pooler, site: Site) -> None:
+    def __init__(self, options: PoolerOptions, site: Site) -> None:
         super().__init__()
         self.dense = Linear(site.width, site.width, bias=True, role="pooler")
         self.activation = ACTIVATIONS[options.activation]

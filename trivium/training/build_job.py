@@ -37,7 +37,7 @@ def build_job(context: RunContext, total: int | Timeline, *, begin: bool = True)
     device = torch.device(recipe.device)
     model = build(recipe.model, seed=recipe.seed, device=device)
     model.recompute = recipe.recompute == "blocks"
-    model.stream = torch.bfloat16 if recipe.stream == "bf16" else None
+    model.residual_dtype = torch.bfloat16 if recipe.residual_dtype == "bf16" else None
     if recipe.fast == "on":
         for_training(model, FastOptions(fp8=recipe.precision == "fp8"))
     rows = context.train

@@ -38,10 +38,19 @@ class Timing(NamedTuple):
 
 
 def fit_micro_batch(context: RunContext, say: Say, clock: Callable[[], float]) -> RunContext:
-    """The context with as many rows at a time as fit the device."""
+    """The context with as many rows at a time as fit the device, by a trial where that is not sure.
+
+    Not on the CPU, whose system ends a process that takes too much.
+    """
     recipe = context.recipe
-    if recipe.batch.micro or not is_tried(torch.device(recipe.device)) or surely_fits(recipe, context.longest):
+    if recipe.batch.micro or torch.device(recipe.device).type == "cpu" or surely_fits(recipe, context.longest):
         return context
+    return try_micro_batch(context, say, clock)
+
+
+def try_micro_batch(context: RunContext, say: Say, clock: Callable[[], float]) -> RunContext:
+    """The same by a trial of a step."""
+    recipe = context.recipe
     with stage("memory", say, clock) as current:
         micro = rows_that_fit(lambda: build_job(context, 1))
         current.detail = f"{micro} {recipe.batch.unit} at a time fit"
@@ -50,11 +59,6 @@ def fit_micro_batch(context: RunContext, say: Say, clock: Callable[[], float]) -
     what = f"{recipe.micro} {recipe.batch.unit} at a time"
     say(f"{what} do not fit the memory of {recipe.device}: batch.micro is {micro}")
     return replace(context, recipe=replace(recipe, batch=replace(recipe.batch, micro=micro)))
-
-
-def is_tried(device: torch.device) -> bool:
-    """Whether a step is tried before a run begins: not on the CPU, whose system ends a process that takes too much."""
-    return device.type != "cpu"
 
 
 def plan_budget(context: RunContext, say: Say, clock: Callable[[], float]) -> RunContext:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.errors import ConfigError
+from trivium.fast.graphs import own_scratch
 from trivium.fast.hooks import any_hooks
-from trivium.generation.graphs import own_scratch
 from trivium.training.job import Job
-from trivium.training.oom import WeightsMoved, is_out_of_memory
-from trivium.training.prefetch import StepBatches, step_seed
+from trivium.training.oom import is_out_of_memory
+from trivium.training.prefetch import StepBatches
 from trivium.training.scaling import Unscaled
-from trivium.training.step import StepResult, StepScalars
+from trivium.training.step import StepResult, StepScalars, step_seed
 
 WARM = 3  # steps of one shape before it is captured: compilation, handles and moments are then done with
 
@@ -85,7 +85,10 @@ class GraphedStep:
 
     def _capture(self, shapes: tuple[object, ...], batches: list[Batch], scalars: StepScalars) -> Captured:
         self.job.optimizer.refresh()  # so that there is nothing to copy inside
-        return Captured(shapes, batches, *self.capture(lambda: self.step(self.job, batches, scalars)))
+        try:
+            return Captured(shapes, batches, *self.capture(lambda: self.step(self.job, batches, scalars)))
+        finally:
+            self.job.moving = False  # a capture moves nothing: one that fails can be tried again
 
     def _on_device(self, scalars: StepScalars) -> StepScalars:
         """The same numbers as tensors, at the same address in every step."""
@@ -112,8 +115,6 @@ def capture_graph(step: Callable[[], StepResult]) -> tuple[StepResult, Callable[
         with own_scratch(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = step()
     except RuntimeError as error:
-        if isinstance(error, WeightsMoved):  # a capture moves nothing, and can be tried again
-            raise torch.OutOfMemoryError(str(error)) from error
         if is_out_of_memory(error):
             raise
         raise ConfigError(f"compile: a step of this model cannot be a CUDA graph ({error}); set compile=on") from error

@@ -45,6 +45,7 @@ class Job:
     tokens: int = 0  # labels that counted
     overflows: int = 0  # steps whose fp16 gradients overflowed: their data is used up, their update was not made
     skipped: list[tuple[int, int]] = field(default_factory=list)  # rows [first, end) that a rollback leaves out
+    moving: bool = False  # whether a step is in the middle of its update
 
     @property
     def total(self) -> int:

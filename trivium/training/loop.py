@@ -14,10 +14,10 @@ from trivium.data.batch import Batch
 from trivium.parts.losses import Losses, merge, total
 from trivium.training.graphed import run_step
 from trivium.training.job import Job
-from trivium.training.oom import RunStep, no_retry, trimmed, with_oom_retry
-from trivium.training.prefetch import Prefetcher, lookahead, step_seed
+from trivium.training.oom import RunStep, with_oom_retry
+from trivium.training.prefetch import Prefetcher, lookahead
 from trivium.training.spikes import past
-from trivium.training.step import StepResult, StepScalars, Update, detached, step_result
+from trivium.training.step import StepResult, StepScalars, Update, detached, step_result, step_seed, trimmed
 
 
 def updates(job: Job, ahead: int | None = None) -> Iterator[Update]:
@@ -45,7 +45,8 @@ def train_step(job: Job, batches: Sequence[Batch], scalars: StepScalars) -> Step
     """One update of the weights from the micro-batches of a step, which are on the device."""
     torch.manual_seed(step_seed(job.recipe.seed, job.step))  # dropout
     job.model.train()
-    loss, losses = torch.zeros((), device=job.model.device), Losses()
+    loss = torch.zeros((), device=job.model.device)
+    losses: Losses = {}
     with job.optimizer.working_weights(len(batches)):  # around the backward pass too, which may compute blocks again
         for batch in trimmed(batches):
             terms = job.compute(batch)
@@ -57,8 +58,9 @@ def train_step(job: Job, batches: Sequence[Batch], scalars: StepScalars) -> Step
     norm = job.optimizer.clip(job.recipe.clip)
     overflow = job.scaler.overflowed(loss, norm)
     finite = job.guard.check(loss, norm, overflow)
-    with no_retry():  # from here on the weights move
-        job.optimizer.step(scalars.factor, finite)
-        job.average.follow(scalars.average, finite)
+    job.moving = True  # a step that fails from here on is not tried again
+    job.optimizer.step(scalars.factor, finite)
+    job.average.follow(scalars.average, finite)
+    job.moving = False
     job.optimizer.zero_grad()
     return step_result(loss, norm, finite, losses, overflow=overflow)

@@ -72,10 +72,14 @@ class Machine(NamedTuple):
             errors.append("precision: this GPU has no bf16 instructions (compute capability 8.0); try fp16")
         precision = recipe.precision if recipe.precision != "auto" else "bf16" if native else "fp32"
         mixed = precision in ("bf16", "fp8")
-        if recipe.stream == "bf16" and not mixed:
-            errors.append(f"stream: bf16 goes with precision bf16 or fp8, not {precision}; try stream=fp32")
-        if recipe.stream == "bf16" and recipe.fast == "off":
-            errors.append("stream: a bf16 residual stream is fast modules' alone; set fast=on, or stream=fp32")
+        if recipe.residual_dtype == "bf16" and not mixed:
+            errors.append(
+                f"residual_dtype: bf16 goes with precision bf16 or fp8, not {precision}; try residual_dtype=fp32"
+            )
+        if recipe.residual_dtype == "bf16" and recipe.fast == "off":
+            errors.append(
+                "residual_dtype: a bf16 residual stream is fast modules' alone; set fast=on, or residual_dtype=fp32"
+            )
         if recipe.threads > _PER_CORE * self.cores:
             errors.append(
                 f"threads: {recipe.threads} is too many for the {self.cores} cores of this machine; "
@@ -84,12 +88,18 @@ class Machine(NamedTuple):
         if errors:
             raise ConfigError(*errors)
         cuda = kind == "cuda"
-        stream = (
-            recipe.stream if recipe.stream != "auto" else "bf16" if cuda and mixed and recipe.fast == "on" else "fp32"
+        residual_dtype = (
+            recipe.residual_dtype
+            if recipe.residual_dtype != "auto"
+            else "bf16"
+            if cuda and mixed and recipe.fast == "on"
+            else "fp32"
         )
         compiled = recipe.compile if recipe.compile != "auto" else "on" if cuda else "off"
         threads = recipe.threads or threads
-        return replace(recipe, device=name, precision=precision, stream=stream, compile=compiled, threads=threads)
+        return replace(
+            recipe, device=name, precision=precision, residual_dtype=residual_dtype, compile=compiled, threads=threads
+        )
 
 
 @cache

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from trivium.data.batch import Batch
 from trivium.errors import OutOfMemory
 from trivium.training.job import Job
 from trivium.training.prefetch import Prefetcher, StepBatches
@@ -29,10 +25,6 @@ class RunStep(Protocol):
         """Give back the memory that is held for coming steps."""
 
 
-class WeightsMoved(torch.OutOfMemoryError):
-    """Memory ran out in the middle of an update: the step must not be tried again."""
-
-
 def with_oom_retry(
     job: Job, prefetcher: Prefetcher, run: RunStep, factor: float, average: float
 ) -> tuple[StepBatches, StepResult, str]:
@@ -46,7 +38,7 @@ def with_oom_retry(
             batches = prefetcher.take()
             return batches, run(batches, StepScalars(at_least_one(batches.counts), factor, average)), note
         except Exception as error:
-            if not is_out_of_memory(error) or isinstance(error, WeightsMoved) or job.recipe.batch.micro:
+            if not is_out_of_memory(error) or job.moving or job.recipe.batch.micro:
                 raise
             if job.micro == 1:
                 raise OutOfMemory(
@@ -62,17 +54,6 @@ def with_oom_retry(
         job.micro = -(-job.micro // 2)
         less = f"{job.micro} {job.recipe.batch.unit} at a time (batch.micro)"
         note = f"out of memory at step {job.step + 1}: from here on {less}"
-
-
-@contextmanager
-def no_retry() -> Iterator[None]:
-    """While weights move: where memory runs out inside, the step is not tried again."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise WeightsMoved(str(error)) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -98,33 +79,3 @@ def enough_memory(recipe: Recipe, folder: Path | None = None) -> Iterator[None]:
         if micro > 1:
             raise OutOfMemory(f"{used}set batch.micro={micro // 2}{again}") from error
         raise OutOfMemory(f"{used}start a new run with a smaller {recipe.data.limit} or model.width") from error
-
-
-_SMALL = 2 << 20  # KiB of a process that need not give anything back
-
-
-def trimmed(batches: Sequence[Batch]) -> Iterator[Batch]:
-    """The micro-batches; after each of several on the CPU freed memory goes back to the system.
-
-    The next one finds other holes than it needs: 10 to 40 % of the activations.
-    """
-    for batch in batches:
-        yield batch
-        if len(batches) > 1 and batch.inputs["tokens"].is_cpu:
-            _trim_large_process()
-
-
-def _trim_large_process() -> None:
-    """Return freed memory to the system on Linux; the C library keeps it in the holes between blocks."""
-    if sys.platform == "linux":
-        import resource
-
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > _SMALL:
-            _malloc_trim()(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], object]:
-    """glibc's malloc_trim; another C library has none."""
-    trim: Callable[[int], object] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim or (lambda padding: None)

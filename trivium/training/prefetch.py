@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
@@ -18,6 +17,7 @@ from trivium.data.loader import share
 from trivium.training.job import Job
 from trivium.training.process import set_current_gpu
 from trivium.training.spikes import past
+from trivium.training.step import step_seed
 
 AHEAD = 2  # batches on a GPU; a CPU has no time to spare beside the step itself
 
@@ -83,12 +83,6 @@ def step_batches(job: Job, key: BatchKey) -> StepBatches:
     if job.model.device.type == "cuda":
         batches = [batch.pinned() for batch in batches]
     return StepBatches(batches, counts)
-
-
-def step_seed(seed: int, step: int) -> int:
-    """The seed of all that is random in a step: a function of (seed, step) alone."""
-    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 def lookahead(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from trivium.models.presets import PRESETS
 from trivium.objectives.options import OBJECTIVES, Causal, Objective
 from trivium.optim.options import AVERAGES, OPTIMIZERS, AdamW, Averaging, NoAverage, Optim
 from trivium.optim.schedules import SCHEDULES, Cosine, Schedule
-from trivium.parts.options.output import NoOutput
+from trivium.parts.options.output import NoOutputOptions
 from trivium.text.kinds import TOKENIZERS, Bpe, TokenizerOptions
 from trivium.training.spikes import SPIKES, Rollback, Spikes
 from trivium.training.timeline import Knot, Timeline
@@ -154,9 +154,9 @@ class Recipe:
     # auto is bf16 where the device has instructions for it, else fp32; fp16 scales the loss; fp8 is bf16 with the
     # large matrix products in 8 bits.
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    # Of what goes from block to block while training: auto is bf16 on cuda where the products are bf16 or fp8. That
-    # halves the bytes of everything between two products.
-    stream: Literal["auto", "fp32", "bf16"] = "auto"
+    # Of the residual stream in training: auto is bf16 on cuda with precision bf16 or fp8, which halves the bytes of
+    # everything between two matmuls.
+    residual_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     # on for cuda, off elsewhere; graphs: whole steps as CUDA graphs, for small models
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
     fast: Literal["on", "off"] = "on"  # off: every module by its plain formulas, to compare or to look inside
@@ -208,7 +208,7 @@ class Recipe:
         left_open = self.start and self.model == MODEL
         if not left_open and self.model.family not in self.objective.families:
             raise ConfigError(_untrainable(self.objective, self.model))
-        if not left_open and isinstance(self.model.output, NoOutput):
+        if not left_open and isinstance(self.model.output, NoOutputOptions):
             kind = kind_of(self.objective, OBJECTIVES)
             raise ConfigError(
                 f"model.output: none has no vocabulary, and nothing to learn by objective={kind}; set one"

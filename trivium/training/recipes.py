@@ -100,7 +100,7 @@ def resumed_recipe(
             f"{folder} holds checkpoints for another configuration: its model is not a preset any more"
         )
     # it was settled for a precision that is another one now
-    again = {"stream": "auto"} if "precision" in layer and "stream" not in layer else {}
+    again = {"residual_dtype": "auto"} if "precision" in layer and "residual_dtype" not in layer else {}
     recipe = settle(settings.load(Recipe, {**_replanned(written, layer), **again}, layer, parts=parts))
     before = settings.flat(settings.load(Recipe, written, parts=parts))
     # as they are written: an `every` of 1 is not one of 1.0
@@ -138,8 +138,8 @@ def laid_over(recipe: Recipe, layer: Mapping[str, Any], parts: Sequence[type[Any
 
 
 def _explicit(written: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run, with what one from before there was a `stream` meant without saying so."""
-    if "stream" in written:
+    """The settings of a run, with what one from before there was a `residual_dtype` meant without saying so."""
+    if "residual_dtype" in written:
         return written
     tables = {name: written.get(name) for name in ("evaluate", "checkpoint", "sample")}
     often = {
@@ -147,4 +147,4 @@ def _explicit(written: dict[str, Any]) -> dict[str, Any]:
         for name, table in tables.items()
         if isinstance(table, dict) and table.get("every") == 1
     }
-    return {**written, **often, "stream": "fp32"}
+    return {**written, **often, "residual_dtype": "fp32"}

@@ -40,6 +40,8 @@ from trivium.training.recipe import Recipe
 from trivium.training.scratch import prepared, replaced
 from trivium.training.stages import Say, Tick, stage
 
+Fit = Callable[[RunContext, Say, Callable[[], float]], RunContext]
+
 
 def create_run(
     recipe: Recipe,
@@ -51,11 +53,12 @@ def create_run(
     say: Say,
     tick: Tick,
     clock: Callable[[], float] = time.monotonic,
+    fit: Fit = fit_micro_batch,
 ) -> RunContext:
     """Create the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text.
 
-    `tables` are those that the recipe was read from; they name its preset. With `again` the folder is that of a run
-    which the new one replaces, once it is ready.
+    `tables` are those that the recipe was read from; they name its preset. `fit` finds how many rows go at a time.
+    With `again` the folder is that of a run which the new one replaces, once it is ready.
     """
     folder = runs / recipe.name
     recipe = ready(recipe, None if again else folder, settle=settle, parts=parts, say=say)
@@ -75,7 +78,7 @@ def create_run(
         context.build_order()  # refuses weights and batches that the rows do not allow
         _try_batches(context)
         with enough_memory(context.recipe), process_settings(context.recipe, runs):
-            context = fit_micro_batch(context, say, clock)
+            context = fit(context, say, clock)
             context = plan_budget(context, say, clock)
         _write_files(scratch, context, tables)
         try:

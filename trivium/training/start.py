@@ -32,7 +32,7 @@ from trivium.models.transformer import empty, load_weights, weights
 from trivium.models.vocabulary import extend
 from trivium.objectives.options import OBJECTIVES
 from trivium.optim.options import OPTIMIZERS
-from trivium.parts.options.output import NoOutput
+from trivium.parts.options.output import NoOutputOptions
 from trivium.text.kinds import File
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training.job import Job
@@ -74,7 +74,7 @@ def taken_over(recipe: Recipe, *, parts: Sequence[type[Any]] = (), say: Callable
     given = MODEL if recipe.model == MODEL else replace(recipe.model, vocab=recipe.model.vocab or model.vocab)
     if given not in (MODEL, grown):
         raise ConfigError(f"model: it is not that of {origin.home} ({_difference(model, given)}); leave model out")
-    if isinstance(model.output, NoOutput):
+    if isinstance(model.output, NoOutputOptions):
         raise ConfigError(
             f"start: {origin.home} has no output over its vocabulary, so objective="
             f"{settings.kind_of(recipe.objective, OBJECTIVES)} cannot train it; name a model that has one"

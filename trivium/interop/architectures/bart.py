@@ -12,18 +12,18 @@ from trivium.interop.names import Row, Rule, Rules, attention, same
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.parts.init import Gpt
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tie, Tokens
-from trivium.parts.options.feedforward import Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.output import Softmax
-from trivium.parts.options.positions import Learned, Position, Sinusoidal
-from trivium.parts.options.residual import Post
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import Tie, TokenEmbeddingOptions
+from trivium.parts.options.feedforward import MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.output import SoftmaxOptions
+from trivium.parts.options.positions import LearnedOptions, Position, SinusoidalOptions
+from trivium.parts.options.residual import PostOptions
 
 _OFFSET = 2  # rows before the first position that no text reaches
 _BIAS = "final_logits_bias"
 _LONGEST = 16_384  # positions of a sinusoid: a table has a row for each, and no tensor of a file says how many
-_NORM = LayerNorm(eps=1e-5)
+_NORM = LayerNormOptions(eps=1e-5)
 # How texts are written by default, and what acts in training alone or repeats another setting.
 _UNREAD = (
     *("bad_words_ids", "decoder_start_token_id", "early_stopping", "forced_bos_token_id", "forced_eos_token_id"),
@@ -34,7 +34,7 @@ _UNREAD = (
 
 
 def _read_both(
-    fields: Fields, found: Collection[str], position: Position, embedding: Tokens, vocab: int
+    fields: Fields, found: Collection[str], position: Position, embedding: TokenEmbeddingOptions, vocab: int
 ) -> ModelConfig:
     fields.skip(*_UNREAD)
     fields.only("is_decoder", False)
@@ -51,25 +51,25 @@ def _read_both(
         embedding=replace(embedding, scale="root" if scaled else "none", dropout=rate),
         encoder=encoder,
         decoder=replace(decoder, block=crossed),
-        output=Softmax(bias=_BIAS in found, fixed=_BIAS in found),  # a buffer there
+        output=SoftmaxOptions(bias=_BIAS in found, fixed=_BIAS in found),  # a buffer there
         init=Gpt(),
     )
 
 
 def _side(fields: Fields, side: str, position: Position, rate: float) -> Stack:
     spelt = "num_attention_heads" if side == "encoder" else ""
-    heads = MultiHead(
+    heads = MultiHeadOptions(
         heads=fields.integer(f"{side}_attention_heads", 16, also=spelt, most=HEADS),
         bias="all",
         dropout=fields.number("attention_dropout", 0.0, most=1),
     )
-    feedforward = Mlp(
+    feedforward = MlpOptions(
         hidden=fields.integer(f"{side}_ffn_dim", 4096),
         activation=fields.choice("activation_function", "gelu", ACTIVATIONS),
         dropout=fields.number("activation_dropout", 0.0, most=1),
     )
     block = Block(
-        attention=heads, feedforward=feedforward, norm=_NORM, residual=Post(), position=position, dropout=rate
+        attention=heads, feedforward=feedforward, norm=_NORM, residual=PostOptions(), position=position, dropout=rate
     )
     return Stack(layers=fields.integer(f"{side}_layers", 12, most=10_000), block=block)
 
@@ -78,7 +78,7 @@ def _write_both(config: ModelConfig) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
         block = first_block(stack)
-        heads, feedforward = like(block.attention, MultiHead), like(block.feedforward, Mlp)
+        heads, feedforward = like(block.attention, MultiHeadOptions), like(block.feedforward, MlpOptions)
         result |= {
             f"{side}_layers": stack.layers,
             f"{side}_attention_heads": heads.heads,
@@ -94,7 +94,7 @@ def _write_both(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocab,
         "d_model": config.width,
         "max_position_embeddings": config.context,
-        "scale_embedding": like(config.embedding, Tokens).scale == "root",
+        "scale_embedding": like(config.embedding, TokenEmbeddingOptions).scale == "root",
         "tie_word_embeddings": config.tied,
     }
 
@@ -144,8 +144,8 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.only("normalize_embedding", True)
     fields.only("static_position_embeddings", False)
     tie: Tie = "all" if fields.flag("tie_word_embeddings", True) else "none"
-    embedding = Tokens(tie=tie, norm=_NORM)
-    return _read_both(fields, found, Learned(offset=_OFFSET), embedding, 50_265)
+    embedding = TokenEmbeddingOptions(tie=tie, norm=_NORM)
+    return _read_both(fields, found, LearnedOptions(offset=_OFFSET), embedding, 50_265)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -166,7 +166,9 @@ def _read_marian(fields: Fields, found: Collection[str]) -> ModelConfig:
     if (one, tied) not in _TIES:
         reason = "with share_encoder_decoder_embeddings trivium does not have that; use another checkpoint"
         raise fields.refusal("tie_word_embeddings", tied, reason)
-    return _read_both(fields, found, Sinusoidal(layout="halves"), Tokens(tie=_TIES[one, tied]), vocab)
+    return _read_both(
+        fields, found, SinusoidalOptions(layout="halves"), TokenEmbeddingOptions(tie=_TIES[one, tied]), vocab
+    )
 
 
 def _write_marian(config: ModelConfig) -> dict[str, Any]:

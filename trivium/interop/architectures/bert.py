@@ -13,14 +13,14 @@ from trivium.interop.names import Rules, attention, same
 from trivium.models.config import ModelConfig, NoStack, Stack
 from trivium.models.options import Block
 from trivium.parts.init import Gpt
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Activation, Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.output import MaskedHead, NoOutput, Output
-from trivium.parts.options.positions import Learned, Position
-from trivium.parts.options.residual import Post
-from trivium.parts.options.sentence import Pooler
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import Activation, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.output import MaskedOutputOptions, NoOutputOptions, Output
+from trivium.parts.options.positions import LearnedOptions, Position
+from trivium.parts.options.residual import PostOptions
+from trivium.parts.options.sentence import PoolerOptions
 from trivium.parts.site import NoPart
 
 _BLOCK = "encoder.blocks.*"
@@ -92,10 +92,12 @@ def encoder(
         width=width,
         context=context,
         vocab=vocab,
-        embedding=Tokens(tie=tie(fields, True), segments=segments, norm=block.norm, dropout=block.dropout),
+        embedding=TokenEmbeddingOptions(
+            tie=tie(fields, True), segments=segments, norm=block.norm, dropout=block.dropout
+        ),
         encoder=Stack(layers=layers, block=block),
         decoder=NoStack(),
-        output=NoOutput(),
+        output=NoOutputOptions(),
         init=Gpt(),
     )
 
@@ -107,19 +109,19 @@ def usual(fields: Fields, *, vocab: int, position: Position, offset: int, segmen
     fields.only("add_cross_attention", False)
     fields.only("pruned_heads", {})
     fields.only("position_embedding_type", "absolute")
-    heads = MultiHead(
+    heads = MultiHeadOptions(
         heads=fields.integer("num_attention_heads", 12, most=HEADS),
         bias="all",
         dropout=fields.number("attention_probs_dropout_prob", 0.1, most=1),
     )
-    feedforward = Mlp(
+    feedforward = MlpOptions(
         hidden=fields.integer("intermediate_size", 3072), activation=fields.choice("hidden_act", "gelu", ACTIVATIONS)
     )
     block = Block(
         attention=heads,
         feedforward=feedforward,
-        norm=LayerNorm(eps=fields.number("layer_norm_eps", 1e-12)),
-        residual=Post(),
+        norm=LayerNormOptions(eps=fields.number("layer_norm_eps", 1e-12)),
+        residual=PostOptions(),
         position=position,
         dropout=fields.number("hidden_dropout_prob", 0.1, most=1),
     )
@@ -142,14 +144,14 @@ def headed(config: ModelConfig, fields: Fields, found: Collection[str], heads: H
 
     output: Output = config.output
     if has(heads.transform):
-        output = MaskedHead(activation=act, norm=first_block(config.encoder).norm)
-    sentence: Pooler | NoPart = NoPart()
+        output = MaskedOutputOptions(activation=act, norm=first_block(config.encoder).norm)
+    sentence: PoolerOptions | NoPart = NoPart()
     if has(heads.dense, heads.classify):
-        sentence = Pooler(classes=_classes(fields), activation=heads.activation)
+        sentence = PoolerOptions(classes=_classes(fields), activation=heads.activation)
     elif heads.pair and has(heads.dense, heads.pair):
-        sentence = Pooler()
+        sentence = PoolerOptions()
     elif has(heads.pooler) or has(heads.body + heads.pooler):
-        sentence = Pooler(classes=0)
+        sentence = PoolerOptions(classes=0)
     return replace(config, output=output, sentence=sentence)
 
 
@@ -161,8 +163,8 @@ def _classes(fields: Fields) -> int:
 
 def written(config: ModelConfig, name: str) -> dict[str, Any]:
     """The settings that belong to the heads, and the class of `transformers` that has them."""
-    masked, sentence = isinstance(config.output, MaskedHead), config.sentence
-    classes = sentence.classes if isinstance(sentence, Pooler) else 0
+    masked, sentence = isinstance(config.output, MaskedOutputOptions), config.sentence
+    classes = sentence.classes if isinstance(sentence, PoolerOptions) else 0
     suffix = "ForMaskedLM" if masked else "ForSequenceClassification" if classes else "Model"
     if masked and classes == 2 and name == "Bert":
         suffix = "ForPreTraining"
@@ -177,7 +179,7 @@ def written(config: ModelConfig, name: str) -> dict[str, Any]:
 def write_usual(config: ModelConfig, *, offset: int) -> dict[str, Any]:
     """The settings of `usual`."""
     block = first_block(config.encoder)
-    heads, feedforward = like(block.attention, MultiHead), like(block.feedforward, Mlp)
+    heads, feedforward = like(block.attention, MultiHeadOptions), like(block.feedforward, MlpOptions)
     return {
         "vocab_size": config.vocab,
         "hidden_size": config.width,
@@ -188,14 +190,14 @@ def write_usual(config: ModelConfig, *, offset: int) -> dict[str, Any]:
         "hidden_dropout_prob": block.dropout,
         "attention_probs_dropout_prob": heads.dropout,
         "max_position_embeddings": config.context + offset,
-        "layer_norm_eps": like(block.norm, LayerNorm).eps,
+        "layer_norm_eps": like(block.norm, LayerNormOptions).eps,
     }
 
 
 def rules(config: ModelConfig, heads: Heads, body: Mapping[str, str]) -> Rules:
     """The names of an encoder, `body` after its prefix, and of its heads."""
-    sentence, masked = config.sentence, isinstance(config.output, MaskedHead)
-    classes = sentence.classes if isinstance(sentence, Pooler) else 0
+    sentence, masked = config.sentence, isinstance(config.output, MaskedOutputOptions)
+    classes = sentence.classes if isinstance(sentence, PoolerOptions) else 0
     prefix = heads.body if masked or classes else ""
     names = {mine: prefix + theirs for mine, theirs in body.items()}
     tokens = f"{names['embedding']}.weight"
@@ -240,12 +242,12 @@ _BODY = {
 
 def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
     segments = fields.integer("type_vocab_size", 2)
-    config = usual(fields, vocab=30_522, position=Learned(), offset=0, segments=segments)
+    config = usual(fields, vocab=30_522, position=LearnedOptions(), offset=0, segments=segments)
     return headed(config, fields, found, BERT, fields.choice("hidden_act", "gelu", ACTIVATIONS))
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    segments = like(config.embedding, Tokens).segments
+    segments = like(config.embedding, TokenEmbeddingOptions).segments
     return {
         "model_type": "bert",
         **written(config, "Bert"),
@@ -257,17 +259,17 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 def _read_roberta(fields: Fields, found: Collection[str]) -> ModelConfig:
     offset = fields.integer("pad_token_id", 1, least=0) + 1  # positions are counted from the id of the padding on
     segments = fields.integer("type_vocab_size", 2)
-    config = usual(fields, vocab=50_265, position=Learned(offset=offset), offset=offset, segments=segments)
+    config = usual(fields, vocab=50_265, position=LearnedOptions(offset=offset), offset=offset, segments=segments)
     return headed(config, fields, found, ROBERTA, "gelu")
 
 
 def _write_roberta(config: ModelConfig) -> dict[str, Any]:
-    offset = like(first_block(config.encoder).position, Learned).offset
+    offset = like(first_block(config.encoder).position, LearnedOptions).offset
     return {
         "model_type": "roberta",
         **written(config, "Roberta"),
         **write_usual(config, offset=offset),
-        "type_vocab_size": like(config.embedding, Tokens).segments,
+        "type_vocab_size": like(config.embedding, TokenEmbeddingOptions).segments,
         "pad_token_id": max(offset - 1, 0),
     }
 
@@ -289,17 +291,17 @@ def _read_distilbert(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.skip(*_UNREAD, "sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_")
     fields.only("pruned_heads", {})
     activation = fields.choice("activation", "gelu", ACTIVATIONS)
-    heads = MultiHead(
+    heads = MultiHeadOptions(
         heads=fields.integer("n_heads", 12, also="num_attention_heads", most=HEADS),
         bias="all",
         dropout=fields.number("attention_dropout", 0.1, most=1),
     )
     block = Block(
         attention=heads,
-        feedforward=Mlp(hidden=fields.integer("hidden_dim", 3072), activation=activation),
-        norm=LayerNorm(eps=1e-12),
-        residual=Post(),
-        position=Learned(),
+        feedforward=MlpOptions(hidden=fields.integer("hidden_dim", 3072), activation=activation),
+        norm=LayerNormOptions(eps=1e-12),
+        residual=PostOptions(),
+        position=LearnedOptions(),
         dropout=fields.number("dropout", 0.1, most=1),
     )
     config = encoder(

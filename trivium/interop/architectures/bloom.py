@@ -11,37 +11,37 @@ from trivium.interop.names import ByHead, Rule, Rules, same
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.parts.init import Gpt2
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.positions import Alibi
-from trivium.parts.options.residual import Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.positions import AlibiOptions
+from trivium.parts.options.residual import PreOptions
 
 
 def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.only("apply_residual_connection_post_layernorm", False)
     fields.skip("pretraining_tp", "slow_but_exact", "bias_dropout_fusion", "masked_softmax_fusion", "unk_token_id")
     fields.skip("skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "attention_softmax_in_fp32", "n_inner")
-    norm = LayerNorm(eps=fields.number("layer_norm_epsilon", 1e-5))
+    norm = LayerNormOptions(eps=fields.number("layer_norm_epsilon", 1e-5))
     width = fields.integer("n_embed", 64, also="hidden_size")
     block = Block(
-        attention=MultiHead(
+        attention=MultiHeadOptions(
             heads=fields.integer("n_head", 8, also="num_attention_heads", most=HEADS),
             bias="all",
             dropout=fields.number("attention_dropout", 0.0, most=1),
         ),
-        feedforward=Mlp(hidden=4 * width, activation="gelu-tanh"),
+        feedforward=MlpOptions(hidden=4 * width, activation="gelu-tanh"),
         norm=norm,
-        residual=Pre(),
-        position=Alibi(),
+        residual=PreOptions(),
+        position=AlibiOptions(),
         dropout=fields.number("hidden_dropout", 0.0, most=1),
     )
     return ModelConfig(
         width=width,
         context=fields.integer("seq_length", 2048),  # nothing of it is in the weights; BLOOM was trained with 2,048
         vocab=fields.integer("vocab_size", 250_880),
-        embedding=Tokens(tie=tie(fields, True), norm=norm),
+        embedding=TokenEmbeddingOptions(tie=tie(fields, True), norm=norm),
         decoder=Stack(layers=fields.integer("n_layer", 2, also="num_hidden_layers", most=10_000), block=block),
         init=Gpt2(),
     )
@@ -49,7 +49,7 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     block = first_block(config.decoder)
-    heads = like(block.attention, MultiHead)
+    heads = like(block.attention, MultiHeadOptions)
     return {
         "model_type": "bloom",
         "architectures": ["BloomForCausalLM"],
@@ -57,7 +57,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.width,
         "n_layer": config.decoder.layers,
         "n_head": heads.heads,
-        "layer_norm_epsilon": like(block.norm, LayerNorm).eps,
+        "layer_norm_epsilon": like(block.norm, LayerNormOptions).eps,
         "seq_length": config.context,
         "attention_dropout": heads.dropout,
         "hidden_dropout": block.dropout,

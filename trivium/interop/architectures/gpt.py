@@ -11,12 +11,12 @@ from trivium.interop.names import Columns, Rule, Rules, Turned, same
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.parts.init import Gpt, Gpt2
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Activation, Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.positions import Learned
-from trivium.parts.options.residual import Post, Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import Activation, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.positions import LearnedOptions
+from trivium.parts.options.residual import PostOptions, PreOptions
 
 # GPT-1 has a table of its own, in which "gelu" is the approximation
 _FIRST: dict[str, Activation] = {"gelu": "gelu-tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
@@ -29,24 +29,26 @@ def _sizes(fields: Fields, *, context: int, vocab: int) -> dict[str, Any]:
         "width": fields.integer("n_embd", 768, also="hidden_size"),
         "context": fields.integer("n_positions", context, also="max_position_embeddings"),
         "vocab": fields.integer("vocab_size", vocab),
-        "embedding": Tokens(tie=tie(fields, True), dropout=fields.number("embd_pdrop", 0.1, most=1)),
+        "embedding": TokenEmbeddingOptions(tie=tie(fields, True), dropout=fields.number("embd_pdrop", 0.1, most=1)),
     }
 
 
-def _stack(fields: Fields, attention: MultiHead, feedforward: Mlp, residual: Pre | Post) -> Stack:
+def _stack(
+    fields: Fields, attention: MultiHeadOptions, feedforward: MlpOptions, residual: PreOptions | PostOptions
+) -> Stack:
     block = Block(
         attention=attention,
         feedforward=feedforward,
-        norm=LayerNorm(eps=fields.number("layer_norm_epsilon", 1e-5)),
+        norm=LayerNormOptions(eps=fields.number("layer_norm_epsilon", 1e-5)),
         residual=residual,
-        position=Learned(),
+        position=LearnedOptions(),
         dropout=fields.number("resid_pdrop", 0.1, most=1),
     )
     return Stack(layers=fields.integer("n_layer", 12, also="num_hidden_layers", most=10_000), block=block)
 
 
-def _heads(fields: Fields) -> MultiHead:
-    return MultiHead(
+def _heads(fields: Fields) -> MultiHeadOptions:
+    return MultiHeadOptions(
         heads=fields.integer("n_head", 12, also="num_attention_heads", most=HEADS),
         bias="all",
         dropout=fields.number("attn_pdrop", 0.1, most=1),
@@ -55,10 +57,10 @@ def _heads(fields: Fields) -> MultiHead:
 
 
 def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
-    feedforward = Mlp(activation=fields.choice("afn", "gelu", _FIRST))
+    feedforward = MlpOptions(activation=fields.choice("afn", "gelu", _FIRST))
     return ModelConfig(
         **_sizes(fields, context=512, vocab=40_478),
-        decoder=_stack(fields, _heads(fields), feedforward, Post()),
+        decoder=_stack(fields, _heads(fields), feedforward, PostOptions()),
         init=Gpt(),
     )
 
@@ -67,28 +69,28 @@ def _read2(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("add_cross_attention", False)
     fields.skip("reorder_and_upcast_attn")  # the same sums in another order
-    feedforward = Mlp(
+    feedforward = MlpOptions(
         hidden=fields.integer("n_inner", 0, least=0),
         activation=fields.choice("activation_function", "gelu_new", ACTIVATIONS),
     )
     return ModelConfig(
         **_sizes(fields, context=1024, vocab=50_257),
-        decoder=_stack(fields, _heads(fields), feedforward, Pre()),
+        decoder=_stack(fields, _heads(fields), feedforward, PreOptions()),
         init=Gpt2(),
     )
 
 
 def _write_both(config: ModelConfig) -> dict[str, Any]:
     block = first_block(config.decoder)
-    attention = like(block.attention, MultiHead)
+    attention = like(block.attention, MultiHeadOptions)
     return {
         "vocab_size": config.vocab,
         "n_positions": config.context,
         "n_embd": config.width,
         "n_layer": config.decoder.layers,
         "n_head": attention.heads,
-        "layer_norm_epsilon": like(block.norm, LayerNorm).eps,
-        "embd_pdrop": like(config.embedding, Tokens).dropout,
+        "layer_norm_epsilon": like(block.norm, LayerNormOptions).eps,
+        "embd_pdrop": like(config.embedding, TokenEmbeddingOptions).dropout,
         "attn_pdrop": attention.dropout,
         "resid_pdrop": block.dropout,
         "tie_word_embeddings": config.tied,
@@ -96,7 +98,7 @@ def _write_both(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    activation = like(first_block(config.decoder).feedforward, Mlp).activation
+    activation = like(first_block(config.decoder).feedforward, MlpOptions).activation
     words = {mine: theirs for theirs, mine in reversed(_FIRST.items())}
     return {
         "model_type": "openai-gpt",
@@ -108,14 +110,14 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 def _write2(config: ModelConfig) -> dict[str, Any]:
     block = first_block(config.decoder)
-    feedforward = like(block.feedforward, Mlp)
+    feedforward = like(block.feedforward, MlpOptions)
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         **_write_both(config),
         "n_inner": feedforward.hidden or None,
         "activation_function": spelling(feedforward.activation),
-        "scale_attn_weights": like(block.attention, MultiHead).scale == "root",
+        "scale_attn_weights": like(block.attention, MultiHeadOptions).scale == "root",
     }
 
 

@@ -13,12 +13,12 @@ from trivium.interop.names import Rules, attention, same
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.parts.init import Gpt
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.options.norms import RMSNorm
-from trivium.parts.options.positions import Rotary
-from trivium.parts.options.residual import Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
+from trivium.parts.options.norms import RMSNormOptions
+from trivium.parts.options.positions import RotaryOptions
+from trivium.parts.options.residual import PreOptions
 
 QK_EPS = 1e-6  # of our norm of queries and keys; theirs has that of all norms
 
@@ -59,8 +59,8 @@ class Line:
         block = Block(
             attention=self._attention(fields),
             feedforward=self._feedforward(fields),
-            norm=RMSNorm(eps=eps),
-            residual=Pre(),
+            norm=RMSNormOptions(eps=eps),
+            residual=PreOptions(),
             position=rope.read(fields, context),
         )
         layers = fields.integer("num_hidden_layers", 32, most=10_000)
@@ -68,16 +68,16 @@ class Line:
             width=width,
             context=context,
             vocab=fields.integer("vocab_size", self.vocab),
-            embedding=Tokens(tie=tie(fields, False)),
+            embedding=TokenEmbeddingOptions(tie=tie(fields, False)),
             decoder=self._stack(fields, block, layers, context),
             init=Gpt(),
         )
 
-    def _attention(self, fields: Fields) -> MultiHead:
+    def _attention(self, fields: Fields) -> MultiHeadOptions:
         heads = fields.integer("num_attention_heads", 32, most=HEADS)
         biased = self.bias == "setting" and fields.flag("attention_bias", False)
         fields.skip("attention_bias")  # `transformers` does not read it either where it is no setting
-        return MultiHead(
+        return MultiHeadOptions(
             heads=heads,
             groups=fields.integer("num_key_value_heads", self.groups or heads, null=heads, most=HEADS),
             head=fields.integer("head_dim", self.head, least=0, most=HEADS),
@@ -86,13 +86,13 @@ class Line:
             dropout=fields.number("attention_dropout", 0.0, most=1),
         )
 
-    def _feedforward(self, fields: Fields) -> Glu | Mlp:
+    def _feedforward(self, fields: Fields) -> GluOptions | MlpOptions:
         hidden = fields.integer("intermediate_size", self.hidden)
         activation = fields.choice("hidden_act", "silu" if self.gated else "xielu", ACTIVATIONS)
         if not self.gated:
-            return Mlp(hidden=hidden, activation=activation, bias=False)
+            return MlpOptions(hidden=hidden, activation=activation, bias=False)
         bias = self.mlp_bias and fields.flag("mlp_bias", False)
-        return Glu(hidden=hidden, activation=activation, bias=bias)
+        return GluOptions(hidden=hidden, activation=activation, bias=bias)
 
     def _stack(self, fields: Fields, block: Block, layers: int, context: int) -> Stack:
         """All layers alike, or some with a window."""
@@ -128,9 +128,9 @@ class Line:
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         block = first_block(config.decoder)
-        heads = like(block.attention, MultiHead)
+        heads = like(block.attention, MultiHeadOptions)
         site = config.site()
-        feedforward = like(block.feedforward, Glu) if self.gated else like(block.feedforward, Mlp)
+        feedforward = like(block.feedforward, GluOptions) if self.gated else like(block.feedforward, MlpOptions)
         table: dict[str, Any] = {
             "model_type": self.kind,
             "architectures": [self.model],
@@ -143,8 +143,8 @@ class Line:
             "head_dim": heads.head_size(site),
             "hidden_act": spelling(feedforward.activation),
             "max_position_embeddings": config.context,
-            "rms_norm_eps": like(block.norm, RMSNorm).eps if self.norm == "none" else QK_EPS,
-            "rope_parameters": rope.write(like(block.position, Rotary)),
+            "rms_norm_eps": like(block.norm, RMSNormOptions).eps if self.norm == "none" else QK_EPS,
+            "rope_parameters": rope.write(like(block.position, RotaryOptions)),
             "attention_dropout": heads.dropout,
             "tie_word_embeddings": config.tied,
         }
@@ -186,7 +186,7 @@ class Line:
 
 
 def _narrowed(block: Block, window: int) -> Block:
-    return replace(block, attention=replace(like(block.attention, MultiHead), window=window))
+    return replace(block, attention=replace(like(block.attention, MultiHeadOptions), window=window))
 
 
 LLAMA = Line(

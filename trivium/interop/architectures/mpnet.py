@@ -10,7 +10,7 @@ from trivium.interop.architectures.architecture import Architecture
 from trivium.interop.fields import Fields
 from trivium.interop.names import attention
 from trivium.models.config import ModelConfig
-from trivium.parts.options.positions import Both, Buckets, Learned
+from trivium.parts.options.positions import BothOptions, BucketOptions, LearnedOptions
 
 _OFFSET, _BUCKETS, _DISTANCE = 2, 32, 128  # settings of the published code, whatever config.json says
 _BLOCK = "encoder.blocks.*"
@@ -31,7 +31,9 @@ _BODY = {
 
 def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.only("relative_attention_num_buckets", _BUCKETS)
-    position = Both(absolute=Learned(offset=_OFFSET), relative=Buckets(buckets=_BUCKETS, distance=_DISTANCE))
+    position = BothOptions(
+        absolute=LearnedOptions(offset=_OFFSET), relative=BucketOptions(buckets=_BUCKETS, distance=_DISTANCE)
+    )
     config = bert.usual(fields, vocab=30_527, position=position, offset=_OFFSET, segments=0)
     return bert.headed(config, fields, found, _HEADS, "gelu")
 

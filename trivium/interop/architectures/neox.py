@@ -12,12 +12,12 @@ from trivium.interop.names import ByHead, Rule, Rules, same
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block, Parallel
 from trivium.parts.init import Gpt2
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.positions import Rotary
-from trivium.parts.options.residual import Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.positions import RotaryOptions
+from trivium.parts.options.residual import PreOptions
 
 
 def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
@@ -25,26 +25,26 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.only("is_decoder", False, True)  # it is always causal
     fields.skip("classifier_dropout")
     parts: dict[str, Any] = {
-        "attention": MultiHead(
+        "attention": MultiHeadOptions(
             heads=fields.integer("num_attention_heads", 64, most=HEADS),
             bias="all" if fields.flag("attention_bias", True) else "none",
             dropout=fields.number("attention_dropout", 0.0, most=1),
         ),
-        "feedforward": Mlp(
+        "feedforward": MlpOptions(
             hidden=fields.integer("intermediate_size", 24_576),
             activation=fields.choice("hidden_act", "gelu", ACTIVATIONS),
         ),
-        "norm": LayerNorm(eps=fields.number("layer_norm_eps", 1e-5)),
+        "norm": LayerNormOptions(eps=fields.number("layer_norm_eps", 1e-5)),
         "position": rope.read(fields, context, theta="rotary_emb_base", share="rotary_pct", part=0.25),
         "dropout": fields.number("hidden_dropout", 0.0, most=1),
     }
     parallel = fields.flag("use_parallel_residual", True)
-    block = Parallel(**parts, norms="two") if parallel else Block(**parts, residual=Pre())
+    block = Parallel(**parts, norms="two") if parallel else Block(**parts, residual=PreOptions())
     return ModelConfig(
         width=fields.integer("hidden_size", 6144),
         context=context,
         vocab=fields.integer("vocab_size", 50_432),
-        embedding=Tokens(tie=tie(fields, False), dropout=parts["dropout"]),
+        embedding=TokenEmbeddingOptions(tie=tie(fields, False), dropout=parts["dropout"]),
         decoder=Stack(layers=fields.integer("num_hidden_layers", 44, most=10_000), block=block),
         init=Gpt2(),
     )
@@ -53,7 +53,7 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
 def _write(config: ModelConfig) -> dict[str, Any]:
     first = like(config.decoder, Stack).blocks()[0]
     block = first if isinstance(first, Parallel) else like(first, Block)
-    heads, feedforward = like(block.attention, MultiHead), like(block.feedforward, Mlp)
+    heads, feedforward = like(block.attention, MultiHeadOptions), like(block.feedforward, MlpOptions)
     return {
         "model_type": "gpt_neox",
         "architectures": ["GPTNeoXForCausalLM"],
@@ -64,10 +64,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": feedforward.size(config.site()),
         "hidden_act": spelling(feedforward.activation),
         "max_position_embeddings": config.context,
-        "layer_norm_eps": like(block.norm, LayerNorm).eps,
+        "layer_norm_eps": like(block.norm, LayerNormOptions).eps,
         "use_parallel_residual": isinstance(block, Parallel),
         "attention_bias": heads.bias == "all",
-        "rope_parameters": rope.write(like(block.position, Rotary), partial=True),
+        "rope_parameters": rope.write(like(block.position, RotaryOptions), partial=True),
         "attention_dropout": heads.dropout,
         "hidden_dropout": block.dropout,
         "tie_word_embeddings": config.tied,

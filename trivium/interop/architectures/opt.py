@@ -11,12 +11,12 @@ from trivium.interop.names import Rules, attention, same
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.parts.init import Gpt2
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.positions import Learned
-from trivium.parts.options.residual import Post, Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.positions import LearnedOptions
+from trivium.parts.options.residual import PostOptions, PreOptions
 
 _EPS = 1e-5  # fixed in `transformers`
 
@@ -31,26 +31,26 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
     fields.skip("_remove_final_layer_norm", "layerdrop", "activation_dropout", "init_std", "prefix")
     bias = fields.flag("enable_bias", True)
     block = Block(
-        attention=MultiHead(
+        attention=MultiHeadOptions(
             heads=fields.integer("num_attention_heads", 12, most=HEADS),
             bias="all" if bias else "none",
             dropout=fields.number("attention_dropout", 0.0, most=1),
         ),
-        feedforward=Mlp(
+        feedforward=MlpOptions(
             hidden=fields.integer("ffn_dim", 3072),
             activation=fields.choice("activation_function", "relu", ACTIVATIONS),
             bias=bias,
         ),
-        norm=LayerNorm(eps=_EPS),
-        residual=Pre() if before else Post(),
-        position=Learned(offset=2),
+        norm=LayerNormOptions(eps=_EPS),
+        residual=PreOptions() if before else PostOptions(),
+        position=LearnedOptions(offset=2),
         dropout=fields.number("dropout", 0.1, most=1),
     )
     return ModelConfig(
         width=width,
         context=fields.integer("max_position_embeddings", 2048),
         vocab=fields.integer("vocab_size", 50_272),
-        embedding=Tokens(tie=tie(fields, True)),
+        embedding=TokenEmbeddingOptions(tie=tie(fields, True)),
         decoder=Stack(layers=fields.integer("num_hidden_layers", 12, most=10_000), block=block),
         init=Gpt2(std=0.006),
     )
@@ -58,7 +58,7 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     block = first_block(config.decoder)
-    heads, feedforward = like(block.attention, MultiHead), like(block.feedforward, Mlp)
+    heads, feedforward = like(block.attention, MultiHeadOptions), like(block.feedforward, MlpOptions)
     return {
         "model_type": "opt",
         "architectures": ["OPTForCausalLM"],
@@ -70,7 +70,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": heads.heads,
         "max_position_embeddings": config.context,
         "activation_function": spelling(feedforward.activation),
-        "do_layer_norm_before": not isinstance(block.residual, Post),
+        "do_layer_norm_before": not isinstance(block.residual, PostOptions),
         "enable_bias": heads.bias == "all",
         "dropout": block.dropout,
         "attention_dropout": heads.dropout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trivium.interop.fields import Fields
-from trivium.parts.options.positions import Rotary
+from trivium.parts.options.positions import RotaryOptions
 from trivium.parts.options.scaling import LinearScaling, Llama3, NoScaling, Scaling, Yarn
 
 _KINDS = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -18,7 +18,7 @@ def read(
     theta: str = "rope_theta",
     share: str = "",
     part: float = 1.0,
-) -> Rotary:
+) -> RotaryOptions:
     """The options of rotary positions; `theta` and `share` are spellings of older files, `part` is the default share.
 
     Without a `share` the architecture turns whole heads whatever a file says.
@@ -37,7 +37,7 @@ def read(
     if table.ignored:
         name = table.ignored[0]
         raise table.refusal(name, "set", "trivium does not have that; use another checkpoint")
-    return Rotary(theta=base, share=turned, scaling=scaling)
+    return RotaryOptions(theta=base, share=turned, scaling=scaling)
 
 
 def _scaling(table: Fields, kind: str, context: int) -> Scaling:
@@ -65,7 +65,7 @@ def _scaling(table: Fields, kind: str, context: int) -> Scaling:
     )
 
 
-def write(position: Rotary, *, partial: bool = False) -> dict[str, Any]:
+def write(position: RotaryOptions, *, partial: bool = False) -> dict[str, Any]:
     """The table `rope_parameters`."""
     scaling = position.scaling
     table: dict[str, Any] = {"rope_type": "default", "rope_theta": position.theta}

@@ -12,13 +12,13 @@ from trivium.interop.names import Rules, attention, same
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.parts.init import T5
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Activation, Glu, Mlp
-from trivium.parts.options.norms import RMSNorm
-from trivium.parts.options.output import Softmax
-from trivium.parts.options.positions import Buckets
-from trivium.parts.options.residual import Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import Activation, GluOptions, MlpOptions
+from trivium.parts.options.norms import RMSNormOptions
+from trivium.parts.options.output import SoftmaxOptions
+from trivium.parts.options.positions import BucketOptions
+from trivium.parts.options.residual import PreOptions
 
 _FARTHEST = 100_000  # tokens: a table has a row for each, and no tensor of a file says how many
 
@@ -50,19 +50,19 @@ def _read(fields: Fields, found: Collection[str]) -> ModelConfig:
         width=fields.integer("d_model", 512, also="hidden_size"),
         context=fields.integer("n_positions", 512),  # as pretrained: the buckets themselves have no end
         vocab=fields.integer("vocab_size", 32_128),
-        embedding=Tokens(tie="inputs" if _HEAD in found and not scaled else "all", dropout=rate),
+        embedding=TokenEmbeddingOptions(tie="inputs" if _HEAD in found and not scaled else "all", dropout=rate),
         encoder=Stack(layers=layers, block=block),
         decoder=Stack(
             layers=fields.integer("num_decoder_layers", layers, most=10_000),
             block=replace(block, cross=block.attention),
         ),
-        output=Softmax(scale="root" if scaled else "none"),
+        output=SoftmaxOptions(scale="root" if scaled else "none"),
         init=T5(),
     )
 
 
 def _block(fields: Fields, rate: float) -> Block:
-    heads = MultiHead(
+    heads = MultiHeadOptions(
         heads=fields.integer("num_heads", 8, also="num_attention_heads", most=HEADS),
         head=fields.integer("d_kv", 64, also="head_dim", most=HEADS),
         scale="none",
@@ -73,15 +73,15 @@ def _block(fields: Fields, rate: float) -> Block:
     fields.only("dense_act_fn", *(name for name, act in ACTIVATIONS.items() if act == feed.activation))
     fields.only("is_gated_act", feed.gated)
     if feed.gated:
-        feedforward: Mlp | Glu = Glu(hidden=hidden, activation=feed.activation, dropout=rate)
+        feedforward: MlpOptions | GluOptions = GluOptions(hidden=hidden, activation=feed.activation, dropout=rate)
     else:
-        feedforward = Mlp(hidden=hidden, activation=feed.activation, bias=False, dropout=rate)
+        feedforward = MlpOptions(hidden=hidden, activation=feed.activation, bias=False, dropout=rate)
     return Block(
         attention=heads,
         feedforward=feedforward,
-        norm=RMSNorm(eps=fields.number("layer_norm_epsilon", 1e-6)),
-        residual=Pre(),
-        position=Buckets(
+        norm=RMSNormOptions(eps=fields.number("layer_norm_epsilon", 1e-6)),
+        residual=PreOptions(),
+        position=BucketOptions(
             buckets=fields.integer("relative_attention_num_buckets", 32),
             distance=fields.integer("relative_attention_max_distance", 128, most=_FARTHEST),
         ),
@@ -91,11 +91,11 @@ def _block(fields: Fields, rate: float) -> Block:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     block = first_block(config.encoder)
-    heads, position = like(block.attention, MultiHead), like(block.position, Buckets)
-    gated, feed = isinstance(block.feedforward, Glu), block.feedforward
-    feedforward = feed if isinstance(feed, Glu) else like(feed, Mlp)
+    heads, position = like(block.attention, MultiHeadOptions), like(block.position, BucketOptions)
+    gated, feed = isinstance(block.feedforward, GluOptions), block.feedforward
+    feedforward = feed if isinstance(feed, GluOptions) else like(feed, MlpOptions)
     activation = "gelu" if gated and feedforward.activation == "gelu-tanh" else spelling(feedforward.activation)
-    scaled = like(config.output, Softmax).scale == "root"
+    scaled = like(config.output, SoftmaxOptions).scale == "root"
     return {
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],
@@ -111,7 +111,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "relative_attention_num_buckets": position.buckets,
         "relative_attention_max_distance": position.distance,
         "dropout_rate": block.dropout,
-        "layer_norm_epsilon": like(block.norm, RMSNorm).eps,
+        "layer_norm_epsilon": like(block.norm, RMSNormOptions).eps,
         "feed_forward_proj": f"gated-{activation}" if gated else activation,
         "tie_word_embeddings": scaled,
         "scale_decoder_outputs": scaled,
@@ -132,7 +132,7 @@ def _side(side: str, gated: bool) -> dict[str, str]:
 
 
 def _rules(config: ModelConfig) -> Rules:
-    gated = isinstance(first_block(config.encoder).feedforward, Glu)
+    gated = isinstance(first_block(config.encoder).feedforward, GluOptions)
     names = {
         "embedding": "shared",
         **_side("encoder", gated),

@@ -9,12 +9,12 @@ from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.presets.preset import Preset, rows
 from trivium.parts.init import Gpt
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Activation, Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.positions import Learned, Position, Sinusoidal
-from trivium.parts.options.residual import Post
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import Activation, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.positions import LearnedOptions, Position, SinusoidalOptions
+from trivium.parts.options.residual import PostOptions
 
 
 class Shape(NamedTuple):
@@ -27,14 +27,20 @@ BART = {"bart-base": Shape(6, 768, 12), "bart-large": Shape(12, 1024, 16)}
 
 
 def _both(
-    shape: Shape, *, context: int, vocab: int, activation: Activation, position: Position, embedding: Tokens
+    shape: Shape,
+    *,
+    context: int,
+    vocab: int,
+    activation: Activation,
+    position: Position,
+    embedding: TokenEmbeddingOptions,
 ) -> ModelConfig:
-    attention = MultiHead(heads=shape.heads, bias="all", dropout=0.1)
+    attention = MultiHeadOptions(heads=shape.heads, bias="all", dropout=0.1)
     block = Block(
         attention=attention,
-        feedforward=Mlp(activation=activation),
-        norm=LayerNorm(eps=1e-5),
-        residual=Post(),
+        feedforward=MlpOptions(activation=activation),
+        norm=LayerNormOptions(eps=1e-5),
+        residual=PostOptions(),
         position=position,
         dropout=0.1,
     )
@@ -50,14 +56,16 @@ def _both(
 
 
 def bart(shape: Shape) -> ModelConfig:
-    embedding = Tokens(norm=LayerNorm(eps=1e-5), dropout=0.1)
-    return _both(shape, context=1024, vocab=50_265, activation="gelu", position=Learned(offset=2), embedding=embedding)
+    embedding = TokenEmbeddingOptions(norm=LayerNormOptions(eps=1e-5), dropout=0.1)
+    return _both(
+        shape, context=1024, vocab=50_265, activation="gelu", position=LearnedOptions(offset=2), embedding=embedding
+    )
 
 
 def marian() -> ModelConfig:
     """Positions are computed, so that the two tables of published files are no parameters here."""
-    embedding = Tokens(scale="root", dropout=0.1)
-    position = Sinusoidal(layout="halves")
+    embedding = TokenEmbeddingOptions(scale="root", dropout=0.1)
+    position = SinusoidalOptions(layout="halves")
     return _both(Shape(6, 512, 8), context=512, vocab=58_101, activation="silu", position=position, embedding=embedding)
 
 

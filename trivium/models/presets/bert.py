@@ -9,14 +9,14 @@ from trivium.models.options import Block
 from trivium.models.presets.mini import mini_block
 from trivium.models.presets.preset import Preset, rows
 from trivium.parts.init import FanIn, Gpt
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.output import MaskedHead
-from trivium.parts.options.positions import Learned, Rotary
-from trivium.parts.options.residual import Post
-from trivium.parts.options.sentence import Pooler
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.output import MaskedOutputOptions
+from trivium.parts.options.positions import LearnedOptions, RotaryOptions
+from trivium.parts.options.residual import PostOptions
+from trivium.parts.options.sentence import PoolerOptions
 from trivium.parts.site import NoPart
 
 
@@ -42,25 +42,25 @@ ROBERTA = {
 SPANBERT = {"spanbert-large-cased": BERT["bert-large-cased"]}
 
 
-def _encoder(shape: Shape, *, eps: float, segments: int, offset: int, sentence: Pooler | NoPart) -> ModelConfig:
+def _encoder(shape: Shape, *, eps: float, segments: int, offset: int, sentence: PoolerOptions | NoPart) -> ModelConfig:
     """Post-norm, erf-GELU, a norm after the sum of token, segment and position, dropout 0.1, N(0, 0.02)."""
-    norm = LayerNorm(eps=eps)
+    norm = LayerNormOptions(eps=eps)
     block = Block(
-        attention=MultiHead(heads=shape.heads, bias="all", dropout=0.1),
-        feedforward=Mlp(activation="gelu"),
+        attention=MultiHeadOptions(heads=shape.heads, bias="all", dropout=0.1),
+        feedforward=MlpOptions(activation="gelu"),
         norm=norm,
-        residual=Post(),
-        position=Learned(offset=offset),
+        residual=PostOptions(),
+        position=LearnedOptions(offset=offset),
         dropout=0.1,
     )
     return ModelConfig(
         width=shape.width,
         context=512,
         vocab=shape.vocab,
-        embedding=Tokens(segments=segments, norm=norm, dropout=0.1),
+        embedding=TokenEmbeddingOptions(segments=segments, norm=norm, dropout=0.1),
         encoder=Stack(layers=shape.layers, block=block),
         decoder=NoStack(),
-        output=MaskedHead(norm=norm),
+        output=MaskedOutputOptions(norm=norm),
         sentence=sentence,
         init=Gpt(),
     )
@@ -68,7 +68,7 @@ def _encoder(shape: Shape, *, eps: float, segments: int, offset: int, sentence: 
 
 def bert(shape: Shape) -> ModelConfig:
     """BERT with both pretraining heads: masked tokens and next sentence."""
-    return _encoder(shape, eps=1e-12, segments=2, offset=0, sentence=Pooler())
+    return _encoder(shape, eps=1e-12, segments=2, offset=0, sentence=PoolerOptions())
 
 
 def roberta(shape: Shape) -> ModelConfig:
@@ -85,9 +85,9 @@ def bert_mini() -> ModelConfig:
     return ModelConfig(
         width=256,
         context=128,
-        encoder=Stack(layers=4, block=mini_block(Rotary())),
+        encoder=Stack(layers=4, block=mini_block(RotaryOptions())),
         decoder=NoStack(),
-        output=MaskedHead(norm=LayerNorm()),
+        output=MaskedOutputOptions(norm=LayerNormOptions()),
         init=FanIn(),
     )
 

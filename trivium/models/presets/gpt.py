@@ -9,12 +9,12 @@ from trivium.models.options import Block
 from trivium.models.presets.mini import mini_block
 from trivium.models.presets.preset import Preset, rows
 from trivium.parts.init import FanIn, Gpt, Gpt2
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Mlp
-from trivium.parts.options.norms import LayerNorm
-from trivium.parts.options.positions import Learned, Rotary
-from trivium.parts.options.residual import Post, Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import MlpOptions
+from trivium.parts.options.norms import LayerNormOptions
+from trivium.parts.options.positions import LearnedOptions, RotaryOptions
+from trivium.parts.options.residual import PostOptions, PreOptions
 
 
 class Shape(NamedTuple):
@@ -53,14 +53,14 @@ OPT = {
 }
 
 
-def _block(shape: Shape, residual: Pre | Post) -> Block:
+def _block(shape: Shape, residual: PreOptions | PostOptions) -> Block:
     """Biases everywhere, tanh-GELU, learned positions, dropout 0.1 everywhere."""
     return Block(
-        attention=MultiHead(heads=shape.heads, bias="all", dropout=0.1),
-        feedforward=Mlp(activation="gelu-tanh"),
-        norm=LayerNorm(eps=1e-5),
+        attention=MultiHeadOptions(heads=shape.heads, bias="all", dropout=0.1),
+        feedforward=MlpOptions(activation="gelu-tanh"),
+        norm=LayerNormOptions(eps=1e-5),
         residual=residual,
-        position=Learned(),
+        position=LearnedOptions(),
         dropout=0.1,
     )
 
@@ -70,8 +70,8 @@ def gpt(shape: Shape) -> ModelConfig:
         width=shape.width,
         context=512,
         vocab=40_478,
-        embedding=Tokens(dropout=0.1),
-        decoder=Stack(layers=shape.layers, block=_block(shape, Post())),
+        embedding=TokenEmbeddingOptions(dropout=0.1),
+        decoder=Stack(layers=shape.layers, block=_block(shape, PostOptions())),
         init=Gpt(),
     )
 
@@ -81,8 +81,8 @@ def _pre_norm(shape: Shape, context: int) -> ModelConfig:
         width=shape.width,
         context=context,
         vocab=50_257,
-        embedding=Tokens(dropout=0.1),
-        decoder=Stack(layers=shape.layers, block=_block(shape, Pre())),
+        embedding=TokenEmbeddingOptions(dropout=0.1),
+        decoder=Stack(layers=shape.layers, block=_block(shape, PreOptions())),
         init=Gpt2(),
     )
 
@@ -98,11 +98,11 @@ def gpt3(shape: Shape) -> ModelConfig:
 
 def opt(shape: Shape) -> ModelConfig:
     block = Block(
-        attention=MultiHead(heads=shape.heads, bias="all"),
-        feedforward=Mlp(activation="relu"),
-        norm=LayerNorm(eps=1e-5),
-        residual=Pre(),
-        position=Learned(offset=2),
+        attention=MultiHeadOptions(heads=shape.heads, bias="all"),
+        feedforward=MlpOptions(activation="relu"),
+        norm=LayerNormOptions(eps=1e-5),
+        residual=PreOptions(),
+        position=LearnedOptions(offset=2),
         dropout=0.1,  # none on embeddings
     )
     return ModelConfig(
@@ -115,7 +115,7 @@ def opt(shape: Shape) -> ModelConfig:
 
 
 def gpt_mini() -> ModelConfig:
-    return ModelConfig(width=256, context=256, decoder=Stack(layers=4, block=mini_block(Rotary())), init=FanIn())
+    return ModelConfig(width=256, context=256, decoder=Stack(layers=4, block=mini_block(RotaryOptions())), init=FanIn())
 
 
 MINI = {"gpt-mini": Preset("Our small decoder: rotary positions, RMSNorm, squared ReLU, no biases.", gpt_mini)}

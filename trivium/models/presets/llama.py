@@ -8,12 +8,12 @@ from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.presets.preset import Preset, rows
 from trivium.parts.init import Gpt
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tie, Tokens
-from trivium.parts.options.feedforward import Glu
-from trivium.parts.options.norms import RMSNorm
-from trivium.parts.options.positions import Rotary
-from trivium.parts.options.residual import Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import Tie, TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions
+from trivium.parts.options.norms import RMSNormOptions
+from trivium.parts.options.positions import RotaryOptions
+from trivium.parts.options.residual import PreOptions
 from trivium.parts.options.scaling import Llama3, NoScaling, Scaling
 
 
@@ -81,19 +81,19 @@ LLAMA_MINI = Shape(6, 256, 704, 8, 2, 32, vocab=0, context=256)
 def llama(shape: Shape) -> ModelConfig:
     """Pre-norm with RMSNorm, SwiGLU, rotary positions, no biases."""
     block = Block(
-        attention=MultiHead(
+        attention=MultiHeadOptions(
             heads=shape.heads, groups=shape.groups, head=shape.head, norm=shape.norm, window=shape.window
         ),
-        feedforward=Glu(hidden=shape.hidden),
-        norm=RMSNorm(eps=shape.eps),
-        residual=Pre(),
-        position=Rotary(theta=shape.theta, scaling=shape.scaling),
+        feedforward=GluOptions(hidden=shape.hidden),
+        norm=RMSNormOptions(eps=shape.eps),
+        residual=PreOptions(),
+        position=RotaryOptions(theta=shape.theta, scaling=shape.scaling),
     )
     return ModelConfig(
         width=shape.width,
         context=shape.context,
         vocab=shape.vocab,
-        embedding=Tokens(tie=shape.tie),
+        embedding=TokenEmbeddingOptions(tie=shape.tie),
         decoder=Stack(layers=shape.layers, block=block),
         init=Gpt(),
     )

@@ -10,13 +10,13 @@ from trivium.models.options import Block
 from trivium.models.presets.mini import mini_block
 from trivium.models.presets.preset import Preset, rows
 from trivium.parts.init import T5, FanIn
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import FeedForward, Glu, Mlp
-from trivium.parts.options.norms import RMSNorm
-from trivium.parts.options.output import Softmax
-from trivium.parts.options.positions import Buckets
-from trivium.parts.options.residual import Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import FeedForward, GluOptions, MlpOptions
+from trivium.parts.options.norms import RMSNormOptions
+from trivium.parts.options.output import SoftmaxOptions
+from trivium.parts.options.positions import BucketOptions
+from trivium.parts.options.residual import PreOptions
 
 
 class Shape(NamedTuple):
@@ -43,15 +43,17 @@ V1_1 = {
 }
 
 
-def _t5(shape: Shape, feedforward: FeedForward, embedding: Tokens, output: Softmax, dropout: float) -> ModelConfig:
+def _t5(
+    shape: Shape, feedforward: FeedForward, embedding: TokenEmbeddingOptions, output: SoftmaxOptions, dropout: float
+) -> ModelConfig:
     """Pre-norm without biases or score scale; a table of relative biases per side, none across."""
-    attention = MultiHead(heads=shape.heads, head=shape.head, scale="none", dropout=dropout)
+    attention = MultiHeadOptions(heads=shape.heads, head=shape.head, scale="none", dropout=dropout)
     block = Block(
         attention=attention,
         feedforward=feedforward,
-        norm=RMSNorm(eps=1e-6),
-        residual=Pre(),
-        position=Buckets(),
+        norm=RMSNormOptions(eps=1e-6),
+        residual=PreOptions(),
+        position=BucketOptions(),
         dropout=dropout,
     )
     return ModelConfig(
@@ -68,18 +70,18 @@ def _t5(shape: Shape, feedforward: FeedForward, embedding: Tokens, output: Softm
 
 def v1_0(shape: Shape) -> ModelConfig:
     """ReLU, one matrix for all three vocabularies, states divided by sqrt(width) before it."""
-    feedforward = Mlp(hidden=shape.hidden, activation="relu", bias=False, dropout=0.1)
-    return _t5(shape, feedforward, Tokens(tie="all", dropout=0.1), Softmax(scale="root"), 0.1)
+    feedforward = MlpOptions(hidden=shape.hidden, activation="relu", bias=False, dropout=0.1)
+    return _t5(shape, feedforward, TokenEmbeddingOptions(tie="all", dropout=0.1), SoftmaxOptions(scale="root"), 0.1)
 
 
 def v1_1(shape: Shape) -> ModelConfig:
     """Gated tanh-GELU, an output matrix of its own, no scale, no dropout in pretraining."""
-    feedforward = Glu(hidden=shape.hidden, activation="gelu-tanh")
-    return _t5(shape, feedforward, Tokens(tie="inputs"), Softmax(), 0.0)
+    feedforward = GluOptions(hidden=shape.hidden, activation="gelu-tanh")
+    return _t5(shape, feedforward, TokenEmbeddingOptions(tie="inputs"), SoftmaxOptions(), 0.0)
 
 
 def t5_mini() -> ModelConfig:
-    block = mini_block(Buckets())
+    block = mini_block(BucketOptions())
     return ModelConfig(
         width=256,
         context=128,

@@ -9,12 +9,12 @@ from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.presets.preset import Preset, rows
 from trivium.parts.init import Xavier
-from trivium.parts.options.attention import MultiHead
-from trivium.parts.options.embeddings import Tokens
-from trivium.parts.options.feedforward import Glu, Mlp
-from trivium.parts.options.norms import LayerNorm, RMSNorm
-from trivium.parts.options.positions import Rotary, Sinusoidal
-from trivium.parts.options.residual import Post, Pre
+from trivium.parts.options.attention import MultiHeadOptions
+from trivium.parts.options.embeddings import TokenEmbeddingOptions
+from trivium.parts.options.feedforward import GluOptions, MlpOptions
+from trivium.parts.options.norms import LayerNormOptions, RMSNormOptions
+from trivium.parts.options.positions import RotaryOptions, SinusoidalOptions
+from trivium.parts.options.residual import PostOptions, PreOptions
 
 
 class Shape(NamedTuple):
@@ -33,11 +33,11 @@ VASWANI = {
 def _block(heads: int, dropout: float) -> Block:
     """Post-norm, ReLU, sinusoids, no biases in attention, dropout of sub-layer outputs only."""
     return Block(
-        attention=MultiHead(heads=heads),
-        feedforward=Mlp(activation="relu"),
-        norm=LayerNorm(eps=1e-6),  # the paper is silent; tensor2tensor's
-        residual=Post(),
-        position=Sinusoidal(),
+        attention=MultiHeadOptions(heads=heads),
+        feedforward=MlpOptions(activation="relu"),
+        norm=LayerNormOptions(eps=1e-6),  # the paper is silent; tensor2tensor's
+        residual=PostOptions(),
+        position=SinusoidalOptions(),
         dropout=dropout,
     )
 
@@ -48,7 +48,7 @@ def vaswani(shape: Shape) -> ModelConfig:
         width=shape.width,
         context=512,  # longer than any sentence of WMT; sinusoids have no parameters, so raise it freely
         vocab=37_000,
-        embedding=Tokens(tie="all", scale="root", dropout=shape.dropout),
+        embedding=TokenEmbeddingOptions(tie="all", scale="root", dropout=shape.dropout),
         encoder=Stack(layers=shape.layers, block=block),
         decoder=Stack(layers=shape.layers, block=replace(block, cross=block.attention)),
         init=Xavier(),
@@ -59,7 +59,7 @@ def _decoder(block: Block) -> ModelConfig:
     return ModelConfig(
         width=768,
         context=512,
-        embedding=Tokens(scale="root", dropout=0.1),
+        embedding=TokenEmbeddingOptions(scale="root", dropout=0.1),
         decoder=Stack(layers=12, block=block),
         init=Xavier(),
     )
@@ -71,9 +71,13 @@ def transformer() -> ModelConfig:
 
 def transformer_pp() -> ModelConfig:
     """Differs from `transformer` in these four places and nowhere else; biases stay, for a fair comparison."""
-    gated = Glu(hidden=2048, activation="silu", bias=True)  # 2/3 of 4 x width: as many weights as without a gate
+    gated = GluOptions(hidden=2048, activation="silu", bias=True)  # 2/3 of 4 x width: as many weights as without a gate
     block = _block(12, 0.1)
-    return _decoder(replace(block, feedforward=gated, norm=RMSNorm(eps=1e-6), residual=Pre(), position=Rotary()))
+    return _decoder(
+        replace(
+            block, feedforward=gated, norm=RMSNormOptions(eps=1e-6), residual=PreOptions(), position=RotaryOptions()
+        )
+    )
 
 
 PUBLISHED = {

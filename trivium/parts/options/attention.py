@@ -39,7 +39,7 @@ class Attention(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MultiHead:
+class MultiHeadOptions:
     """Scaled dot-product attention in `heads` heads; fewer `groups` than heads share keys and values."""
 
     heads: int = 4
@@ -95,4 +95,4 @@ class MultiHead:
         return total.plus(Cost(2 * size if self.norm == "rms" else 0, products, kept))
 
 
-ATTENTIONS: dict[str, type[Attention]] = {"multi-head": MultiHead}
+ATTENTIONS: dict[str, type[Attention]] = {"multi-head": MultiHeadOptions}

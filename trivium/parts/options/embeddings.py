@@ -28,7 +28,7 @@ class Embedding(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tokens:
+class TokenEmbeddingOptions:
     """One vector per id (and per segment), positions added by the stack, then a norm if there is one, then dropout."""
 
     tie: Tie = "all"
@@ -36,14 +36,14 @@ class Tokens:
     segments: int = 0  # kinds of segment, each with a vector of its own (BERT has 2)
     norm: Norm | NoPart = place({"none": NoPart, **NORMS}, NoPart())
     dropout: float = 0.0
-    omit: float = 0.0  # share of all ids whose vectors a training step reads as zeros (Gal and Ghahramani, AWD-LSTM)
-    swap: float = 0.0  # share of the places that read another id of the same batch (unigram noise, Xie et al. 2017)
-    lock: float = 0.0  # share of the features that a row loses in all of its places (variational dropout, AWD-LSTM)
+    word_dropout: float = 0.0  # share of all ids whose vectors are zero in a training step (AWD-LSTM)
+    unigram_noise: float = 0.0  # share of the tokens replaced by other tokens of the batch (Xie et al. 2017)
+    variational_dropout: float = 0.0  # with one mask for all tokens of a sequence (Gal and Ghahramani, AWD-LSTM)
 
     def __post_init__(self) -> None:
         at_least("segments", self.segments, 0, MOST)
         fraction("dropout", self.dropout)
-        for name in ("omit", "swap", "lock"):
+        for name in ("word_dropout", "unigram_noise", "variational_dropout"):
             fraction(name, getattr(self, name))
 
     def build(self, site: Site) -> TokenEmbedding:
@@ -57,4 +57,4 @@ class Tokens:
         return Cost((0 if tied else site.vocab * site.width) + self.segments * site.width).plus(norm)
 
 
-EMBEDDINGS: dict[str, type[Embedding]] = {"tokens": Tokens}
+EMBEDDINGS: dict[str, type[Embedding]] = {"tokens": TokenEmbeddingOptions}

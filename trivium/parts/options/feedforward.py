@@ -26,17 +26,17 @@ class FeedForward(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mlp:
+class MlpOptions:
     """Two matrices with an activation between them, and none after the second."""
 
     hidden: int = 0  # 0 means 4 x width
     activation: Activation = "gelu-tanh"
     bias: bool = True
     dropout: float = 0.0  # of the hidden layer
-    lock: float = 0.0  # share of the hidden layer that a row loses in all of its places
+    variational_dropout: float = 0.0  # of the hidden layer, with one mask for all tokens of a sequence
 
     def __post_init__(self) -> None:
-        _check(self.hidden, self.dropout, self.lock)
+        _check(self.hidden, self.dropout, self.variational_dropout)
 
     def size(self, site: Site) -> int:
         return self.hidden or 4 * site.width
@@ -53,7 +53,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Glu:
+class GluOptions:
     """A gated network: `(act(x W_gate) * x W_up) W_down`; SiLU makes it SwiGLU, GELU GeGLU, a sigmoid the first GLU."""
 
     hidden: int = 0  # 0 means LLaMA's rule: 8/3 x width, rounded up to a multiple
@@ -61,10 +61,10 @@ class Glu:
     activation: Activation = "silu"
     bias: bool = False
     dropout: float = 0.0
-    lock: float = 0.0
+    variational_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.hidden, self.dropout, self.lock)
+        _check(self.hidden, self.dropout, self.variational_dropout)
         if self.multiple < 1:
             raise ConfigError(f"multiple: {self.multiple} is less than 1")
 
@@ -82,12 +82,12 @@ class Glu:
         return up.plus(up).plus(matrix(size, site.width, bias=self.bias)).plus(Cost(kept=site.width + 3 * size))
 
 
-FEEDFORWARDS: dict[str, type[FeedForward]] = {"mlp": Mlp, "glu": Glu}
+FEEDFORWARDS: dict[str, type[FeedForward]] = {"mlp": MlpOptions, "glu": GluOptions}
 
 
-def _check(hidden: int, dropout: float, lock: float) -> None:
+def _check(hidden: int, dropout: float, variational_dropout: float) -> None:
     if hidden < 0:
         raise ConfigError(f"hidden: {hidden} is negative; 0 means the usual size")
     at_least("hidden", hidden, 0, MOST)
     fraction("dropout", dropout)
-    fraction("lock", lock)
+    fraction("variational_dropout", variational_dropout)

@@ -20,7 +20,7 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerNorm:
+class LayerNormOptions:
     """Zero mean, unit deviation, then a learned scale and (unless `bias` is false) shift."""
 
     eps: float = 1e-5
@@ -30,16 +30,16 @@ class LayerNorm:
         _positive(self.eps)
 
     def build(self, site: Site) -> nn.Module:
-        from trivium.parts.norms import LayerNormed
+        from trivium.parts.norms import LayerNorm
 
-        return LayerNormed(site.width, self.eps, self.bias)
+        return LayerNorm(site.width, self.eps, self.bias)
 
     def cost(self, site: Site) -> Cost:
         return Cost(site.width * (2 if self.bias else 1), kept=site.width)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RMSNorm:
+class RMSNormOptions:
     """LayerNorm without centring and shift: divided by the root of the mean square, then a learned scale."""
 
     eps: float = 1e-6
@@ -48,15 +48,15 @@ class RMSNorm:
         _positive(self.eps)
 
     def build(self, site: Site) -> nn.Module:
-        from trivium.parts.norms import RMSNormed
+        from trivium.parts.norms import RMSNorm
 
-        return RMSNormed(site.width, self.eps)
+        return RMSNorm(site.width, self.eps)
 
     def cost(self, site: Site) -> Cost:
         return Cost(site.width, kept=site.width)
 
 
-NORMS: dict[str, type[Norm]] = {"layer": LayerNorm, "rms": RMSNorm}
+NORMS: dict[str, type[Norm]] = {"layer": LayerNormOptions, "rms": RMSNormOptions}
 
 
 def _positive(eps: float) -> None:

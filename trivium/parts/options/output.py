@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from trivium.config import fraction, place
 from trivium.errors import ConfigError
 from trivium.parts.options.feedforward import Activation
-from trivium.parts.options.norms import NORMS, LayerNorm, Norm
+from trivium.parts.options.norms import NORMS, LayerNormOptions, Norm
 from trivium.parts.site import Cost, Site, matrix
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Output(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Softmax:
+class SoftmaxOptions:
     """One matrix and a softmax over the vocabulary; `cap` > 0 bounds logits by `cap * tanh(logits / cap)`."""
 
     cap: float = 0.0
@@ -52,11 +52,11 @@ class Softmax:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedHead:
+class MaskedOutputOptions:
     """BERT's head: a linear layer, an activation and a norm before the matrix over the vocabulary and its bias."""
 
     activation: Activation = "gelu"
-    norm: Norm = place(NORMS, LayerNorm(eps=1e-12))
+    norm: Norm = place(NORMS, LayerNormOptions(eps=1e-12))
 
     def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module:
         from trivium.parts.output import MaskedOutput
@@ -65,20 +65,20 @@ class MaskedHead:
 
     def cost(self, site: Site, *, tied: bool) -> Cost:
         inner = matrix(site.width, site.width, bias=True).plus(self.norm.cost(site))
-        return inner.plus(Softmax(bias=True).cost(site, tied=tied))
+        return inner.plus(SoftmaxOptions(bias=True).cost(site, tied=tied))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoOutput:
+class NoOutputOptions:
     """No vocabulary to choose from: an encoder of sentences, or one that only tells classes apart."""
 
     def build(self, site: Site, tied: nn.Parameter | None) -> nn.Module:
-        from trivium.parts.output import StatesOnly
+        from trivium.parts.output import NoOutput
 
-        return StatesOnly()
+        return NoOutput()
 
     def cost(self, site: Site, *, tied: bool) -> Cost:
         return Cost()
 
 
-OUTPUTS: dict[str, type[Output]] = {"softmax": Softmax, "masked": MaskedHead, "none": NoOutput}
+OUTPUTS: dict[str, type[Output]] = {"softmax": SoftmaxOptions, "masked": MaskedOutputOptions, "none": NoOutputOptions}

@@ -31,7 +31,7 @@ class Position(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoPositions:
+class NoPositionOptions:
     """No signal at all: a causal decoder can still count, an encoder sees a bag."""
 
     @property
@@ -48,7 +48,7 @@ class NoPositions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sinusoidal:
+class SinusoidalOptions:
     """Sines and cosines of the position at wavelengths from 2π to 20,000π; nothing is trained."""
 
     layout: Literal["interleaved", "halves"] = "interleaved"  # the paper and XLM; tensor2tensor and Marian use halves
@@ -71,7 +71,7 @@ class Sinusoidal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learned:
+class LearnedOptions:
     """A table of one vector per position, added to the embeddings; it ends where the context ends."""
 
     offset: int = 0  # unused rows before position 0: 2 in RoBERTa, BART and OPT
@@ -93,7 +93,7 @@ class Learned:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shaw:
+class ShawOptions:
     """A trained vector per distance up to `distance` either way, added to each key and value; a table per layer."""
 
     distance: int = 16  # what lies further counts as this far
@@ -122,7 +122,7 @@ class Shaw:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Buckets:
+class BucketOptions:
     """T5: a trained number per head and bucket of distances; near ones have a bucket each, far ones share.
 
     Where the future is visible half of the buckets are for it, else all are for the past.
@@ -156,7 +156,7 @@ class Buckets:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alibi:
+class AlibiOptions:
     """Scores fall by a fixed slope per head with the distance, -m|i-j|: also into the future where it is visible."""
 
     @property
@@ -180,7 +180,7 @@ def _needs_heads(kind: str, site: Site) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rotary:
+class RotaryOptions:
     """Pairs of each head's dimensions turned by an angle that grows with the position."""
 
     theta: float = 10_000.0
@@ -216,19 +216,19 @@ class Rotary:
         return self.scaling.frequencies(self.theta, size)
 
 
-ABSOLUTE: dict[str, type[Position]] = {"learned": Learned, "sinusoidal": Sinusoidal}
+ABSOLUTE: dict[str, type[Position]] = {"learned": LearnedOptions, "sinusoidal": SinusoidalOptions}
 
 
 # none with a table for each layer: the absolute positions would be added once per layer too
-RELATIVE: dict[str, type[Position]] = {"t5": Buckets, "alibi": Alibi, "rotary": Rotary}
+RELATIVE: dict[str, type[Position]] = {"t5": BucketOptions, "alibi": AlibiOptions, "rotary": RotaryOptions}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Both:
+class BothOptions:
     """Absolute positions in the embeddings and relative ones in attention; MPNet has a table and T5's buckets."""
 
-    absolute: Position = place(ABSOLUTE, Learned())
-    relative: Position = place(RELATIVE, Buckets())
+    absolute: Position = place(ABSOLUTE, LearnedOptions())
+    relative: Position = place(RELATIVE, BucketOptions())
 
     @property
     def scope(self) -> Scope:
@@ -244,12 +244,12 @@ class Both:
 
 
 POSITIONS: dict[str, type[Position]] = {
-    "none": NoPositions,
-    "sinusoidal": Sinusoidal,
-    "learned": Learned,
-    "shaw": Shaw,
-    "t5": Buckets,
-    "rotary": Rotary,
-    "alibi": Alibi,
-    "both": Both,
+    "none": NoPositionOptions,
+    "sinusoidal": SinusoidalOptions,
+    "learned": LearnedOptions,
+    "shaw": ShawOptions,
+    "t5": BucketOptions,
+    "rotary": RotaryOptions,
+    "alibi": AlibiOptions,
+    "both": BothOptions,
 }

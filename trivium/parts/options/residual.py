@@ -15,20 +15,22 @@ if TYPE_CHECKING:
 class Residual(Protocol):
     """The options of a residual scheme."""
 
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module: ...
+    def build(self, site: Site, norm: Norm, rate: float, variational: float = 0.0) -> nn.Module:
+        """The connection around one sub-layer, whose output gets dropout at these rates."""
+
     def final(self, site: Site, norm: Norm) -> nn.Module: ...
     def cost(self, site: Site, norm: Norm) -> Cost: ...
     def final_cost(self, site: Site, norm: Norm) -> Cost: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pre:
+class PreOptions:
     """`x + drop(F(norm(x)))` and one norm after the stack: GPT-2, T5, LLaMA."""
 
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
+    def build(self, site: Site, norm: Norm, rate: float, variational: float = 0.0) -> nn.Module:
         from trivium.parts.residual import PreConnection
 
-        return PreConnection(norm.build(site), rate)
+        return PreConnection(norm.build(site), rate, variational)
 
     def final(self, site: Site, norm: Norm) -> nn.Module:
         return norm.build(site)
@@ -41,13 +43,13 @@ class Pre:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
+class PostOptions:
     """`norm(x + drop(F(x)))` and no final norm: Vaswani, GPT-1, BERT."""
 
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
+    def build(self, site: Site, norm: Norm, rate: float, variational: float = 0.0) -> nn.Module:
         from trivium.parts.residual import PostConnection
 
-        return PostConnection(norm.build(site), rate)
+        return PostConnection(norm.build(site), rate, variational)
 
     def final(self, site: Site, norm: Norm) -> nn.Module:
         from torch import nn
@@ -62,13 +64,13 @@ class Post:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sandwich:
+class SandwichOptions:
     """`x + norm(drop(F(norm(x))))` and one norm after the stack: CogView, Gemma 2."""
 
-    def build(self, site: Site, norm: Norm, rate: float) -> nn.Module:
+    def build(self, site: Site, norm: Norm, rate: float, variational: float = 0.0) -> nn.Module:
         from trivium.parts.residual import SandwichConnection
 
-        return SandwichConnection(norm.build(site), norm.build(site), rate)
+        return SandwichConnection(norm.build(site), norm.build(site), rate, variational)
 
     def final(self, site: Site, norm: Norm) -> nn.Module:
         return norm.build(site)
@@ -80,4 +82,4 @@ class Sandwich:
         return norm.cost(site)
 
 
-RESIDUALS: dict[str, type[Residual]] = {"pre": Pre, "post": Post, "sandwich": Sandwich}
+RESIDUALS: dict[str, type[Residual]] = {"pre": PreOptions, "post": PostOptions, "sandwich": SandwichOptions}

@@ -20,7 +20,7 @@ class Sentence(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pooler:
+class PoolerOptions:
     """BERT's: `tanh(W h + b)` of the first state, then one score per class; 0 classes leave the pooled state alone."""
 
     classes: int = 2  # next-sentence prediction: class 0 means that B follows A
@@ -30,13 +30,13 @@ class Pooler:
         at_least("classes", self.classes, 0, MOST)
 
     def build(self, site: Site) -> nn.Module:
-        from trivium.parts.sentence import PooledSentence
+        from trivium.parts.sentence import Pooler
 
-        return PooledSentence(self, site)
+        return Pooler(self, site)
 
     def cost(self, site: Site) -> Cost:
         dense = matrix(site.width, site.width, bias=True)
         return dense.plus(matrix(site.width, self.classes, bias=True)) if self.classes else dense
 
 
-SENTENCES: dict[str, type[Sentence]] = {"pooler": Pooler}
+SENTENCES: dict[str, type[Sentence]] = {"pooler": PoolerOptions}

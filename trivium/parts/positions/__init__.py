@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from trivium.parts.options.positions import (
-    Alibi,
-    Both,
-    Buckets,
-    Learned,
-    NoPositions,
+    AlibiOptions,
+    BothOptions,
+    BucketOptions,
+    LearnedOptions,
+    NoPositionOptions,
     Position,
-    Rotary,
-    Shaw,
-    Sinusoidal,
+    RotaryOptions,
+    ShawOptions,
+    SinusoidalOptions,
 )
 from trivium.parts.positions.absolute import LearnedPositions, SinusoidalPositions
 from trivium.parts.positions.base import Positions
@@ -20,21 +20,21 @@ from trivium.parts.positions.relative import AlibiPositions, BucketPositions, Sh
 from trivium.parts.positions.rotary import RotaryPositions
 
 __all__ = [
-    "Alibi",
+    "AlibiOptions",
     "AlibiPositions",
-    "Both",
+    "BothOptions",
     "BothPositions",
+    "BucketOptions",
     "BucketPositions",
-    "Buckets",
-    "Learned",
+    "LearnedOptions",
     "LearnedPositions",
-    "NoPositions",
+    "NoPositionOptions",
     "Position",
     "Positions",
-    "Rotary",
+    "RotaryOptions",
     "RotaryPositions",
-    "Shaw",
+    "ShawOptions",
     "ShawPositions",
-    "Sinusoidal",
+    "SinusoidalOptions",
     "SinusoidalPositions",
 ]

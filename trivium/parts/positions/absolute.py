@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trivium.errors import RequestError
 from trivium.parts.declared import POSITION, Declared
-from trivium.parts.options.positions import Sinusoidal
+from trivium.parts.options.positions import SinusoidalOptions
 from trivium.parts.positions.base import Computed, Positions
 
 
@@ -23,7 +23,7 @@ class SinusoidalPositions(Computed):
     A longer context needs no training: the table is not saved, only its length is a setting.
     """
 
-    def __init__(self, context: int, width: int, options: Sinusoidal) -> None:
+    def __init__(self, context: int, width: int, options: SinusoidalOptions) -> None:
         super().__init__()
         self.context = context
         self.width = width

@@ -18,6 +18,8 @@ class Positions(nn.Module):
 
     declares: ClassVar[Mapping[str, Declared]] = {}
     values: bool = False  # whether `value` adds anything, so that attention must show its weights
+    # the first and the number of the query heads that this process computes; None: all (tensor parallel divides them)
+    own_heads: tuple[int, int] | None = None
 
     def embed(self, x_BTD: Tensor, at_BT: Tensor) -> Tensor:
         """The input with its positions added."""
@@ -42,6 +44,10 @@ class Positions(nn.Module):
     def value(self, weights_BHTS: Tensor, prepared: Any) -> Tensor | None:
         """What is added to the mixed values, [B, H, T, size of a value]."""
         return None
+
+    def of_own_heads(self, by_head: Tensor, dim: int) -> Tensor:
+        """The entries of this process's heads in something that has one for each head along `dim`."""
+        return by_head if self.own_heads is None else by_head.narrow(dim, *self.own_heads)
 
 
 class Computed(Positions):

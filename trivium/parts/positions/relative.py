@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.parts.declared import BIAS_TABLE, POSITION, Declared
-from trivium.parts.options.positions import Buckets, Shaw
+from trivium.parts.options.positions import BucketOptions, ShawOptions
 from trivium.parts.positions.base import Computed, Positions, distances
 from trivium.parts.site import Site
 
@@ -24,7 +24,7 @@ class ShawPositions(Positions):
 
     declares: ClassVar[Mapping[str, Declared]] = {"key_table": POSITION, "value_table": POSITION}
 
-    def __init__(self, options: Shaw, site: Site) -> None:
+    def __init__(self, options: ShawOptions, site: Site) -> None:
         super().__init__()
         self.distance = options.distance
         self.values = options.values == "add"
@@ -40,7 +40,7 @@ class ShawPositions(Positions):
 
     def score(self, query_BHTE: Tensor, prepared: Any) -> Tensor:
         # one product with each of the C rows, then a lookup: never the [T, S, E] of the formula
-        products_BHTC = query_BHTE @ self.key_table.to(query_BHTE.dtype).transpose(-1, -2)
+        products_BHTC = query_BHTE @ self._table(self.key_table).to(query_BHTE.dtype).transpose(-1, -2)
         return products_BHTC.gather(-1, prepared.expand(*products_BHTC.shape[:2], -1, -1))
 
     def value(self, weights_BHTS: Tensor, prepared: Any) -> Tensor | None:
@@ -49,7 +49,11 @@ class ShawPositions(Positions):
         # the weight of each row first, by the same reasoning
         sums_BHTC = weights_BHTS.new_zeros(*weights_BHTS.shape[:3], 2 * self.distance + 1)
         sums_BHTC = sums_BHTC.scatter_add(-1, prepared.expand_as(weights_BHTS), weights_BHTS)
-        return sums_BHTC @ self.value_table.to(weights_BHTS.dtype)
+        return sums_BHTC @ self._table(self.value_table).to(weights_BHTS.dtype)
+
+    def _table(self, table: Tensor) -> Tensor:
+        """All of it where the heads share one, [C, E], else that of the own heads, [H, C, E]."""
+        return table if table.ndim == 2 else self.of_own_heads(table, 0)
 
 
 class BucketPositions(Computed):
@@ -57,7 +61,7 @@ class BucketPositions(Computed):
 
     declares: ClassVar[Mapping[str, Declared]] = {"table": BIAS_TABLE}
 
-    def __init__(self, options: Buckets, heads: int, causal: bool) -> None:
+    def __init__(self, options: BucketOptions, heads: int, causal: bool) -> None:
         super().__init__()
         self.options = options
         self.causal = causal
@@ -94,7 +98,7 @@ class BucketPositions(Computed):
     def look_up(self, buckets_BTS: Tensor) -> Tensor:
         """The bias of every bucket, [1 or B, H, T, S]."""
         # an embedding, not an index: its backward pass repeats bit for bit on a GPU too
-        return F.embedding(buckets_BTS, self.table).permute(0, 3, 1, 2).contiguous()
+        return F.embedding(buckets_BTS, self.of_own_heads(self.table, 1)).permute(0, 3, 1, 2).contiguous()
 
     def bias(self, prepared: Any) -> Tensor:
         bias_BHTS: Tensor = prepared
@@ -114,7 +118,7 @@ class AlibiPositions(Computed):
 
     def prepare(self, at_BT: Tensor, keys_at_BS: Tensor) -> Tensor:
         away_BTS = distances(at_BT, keys_at_BS).abs_()
-        return away_BTS[:, None] * -self.constant
+        return away_BTS[:, None] * -self.of_own_heads(self.constant, 0)
 
     def bias(self, prepared: Any) -> Tensor:
         bias_BHTS: Tensor = prepared
