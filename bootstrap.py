@@ -25,6 +25,18 @@ HERE = Path(__file__).resolve().parent
 HOME = HERE / ".venv"
 PYTHON = HOME / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = HOME / "trivium-stamp"
+# the tests that Triton's kernels have, where there is no GPU; of the slow ones of decoding one for each kernel
+_FUSED = "tests/generation/test_fused.py"
+INTERPRETED = (
+    "tests/kernels",
+    "tests/fast",
+    "tests/models/test_post_norm.py",
+    "tests/optim/test_fused_adam.py",
+    f"{_FUSED}::test_the_attention_kernel_is_the_plain_attention",
+    f"{_FUSED}::test_products_with_all_that_goes_with_them",
+    f"{_FUSED}::test_the_fused_step_has_the_scores_of_the_plain_one[llama-dtype0-2e-05-1-False]",
+    f"{_FUSED}::test_prompts_are_read_into_slots_as_into_a_cache[llama-2048]",
+)
 
 
 def own_torch() -> str:
@@ -40,11 +52,11 @@ def own_torch() -> str:
 
 
 def constraints(torch: str) -> Path:
-    """The pins to install with: a torch that is there already is not replaced."""
+    """The pins to install with: a torch that is there already is not replaced, nor the Triton that it needs."""
     pins = HERE / "constraints.txt"
     if not torch:
         return pins
-    kept = [line for line in pins.read_text().splitlines() if not line.startswith("torch==")]
+    kept = [line for line in pins.read_text().splitlines() if not line.startswith(("torch==", "triton=="))]
     path = HOME / "constraints.txt"
     path.write_text("\n".join([*kept, f"torch=={torch}"]) + "\n")
     return path
@@ -74,9 +86,9 @@ def has_pip() -> bool:
     return PYTHON.exists() and not subprocess.call(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def run(*arguments: str) -> None:
+def run(*arguments: str, **environment: str) -> None:
     """Run the installed Python; its exit code is ours if it fails."""
-    child = subprocess.Popen([str(PYTHON), *arguments], cwd=HERE)
+    child = subprocess.Popen([str(PYTHON), *arguments], cwd=HERE, env={**os.environ, **environment})
     while True:
         try:
             code = child.wait()
@@ -131,7 +143,11 @@ def main() -> None:
         if command != "check":
             # tests keep to one thread each, so that every core can have some of them
             spread = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal")
-            run("-m", "pytest", *spread, *(["--full"] if command == "test-full" else []))
+            full = ["--full"] if command == "test-full" else []
+            if sys.platform == "linux":  # before the rest: it says soonest whether a kernel is wrong
+                say("the kernels, in Triton's interpreter")
+                run("-m", "pytest", *spread, *full, *INTERPRETED, TRITON_INTERPRET="1")
+            run("-m", "pytest", *spread, *full)
     else:
         sys.exit(__doc__)
 

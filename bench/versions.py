@@ -5,7 +5,9 @@
 
 Each process imports its own folder's package and `bench/`, and waits while another's round is timed. The old version
 runs twice: what its two processes differ by is the noise, next to which a difference counts. Several benchmarks,
-separated by `--`, are prepared at the same time; then each has its rounds alone.
+separated by `--`, are prepared at the same time; then each has its rounds alone. What a fast class is worth:
+
+    python bench/versions.py . . --without FastBlock -- train --workload bert --graphs
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class Report(NamedTuple):
 class Process:
     """A benchmark of one folder in its own process, whose rounds begin when it is its turn."""
 
-    def __init__(self, folder: Path, benchmark: Sequence[str], rounds: int, log: IO[str]) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(folder), *benchmark]
+    def __init__(self, folder: Path, without: str, benchmark: Sequence[str], rounds: int, log: IO[str]) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(folder), without, *benchmark]
         alone = [] if benchmark[0] == "cpu" else ["--against", "none"]  # there the peer only says that work is equal
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         self.name = f"{folder}: {' '.join(benchmark)}"
@@ -87,21 +89,22 @@ class Process:
         return message
 
 
-def compare(old: Path, new: Path, benchmarks: Sequence[Sequence[str]], rounds: int, log: IO[str]) -> None:
+def compare(old: Path, new: Path, without: str, benchmarks: Sequence[Sequence[str]], rounds: int, log: IO[str]) -> None:
     """Print a line for each benchmark: the speeds of both versions, and how far two processes of the old one are."""
     processes: list[list[Process]] = []
     try:
         for benchmark in benchmarks:
-            processes.append([Process(folder, benchmark, rounds, log) for folder in (old, old, new)])
+            sides = (old, ""), (old, ""), (new, without)
+            processes.append([Process(folder, name, benchmark, rounds, log) for folder, name in sides])
         for process in itertools.chain.from_iterable(processes):
             process.wait()
-        for benchmark, sides in zip(benchmarks, processes, strict=True):
+        for benchmark, turns in zip(benchmarks, processes, strict=True):
             for index in range(rounds):
-                for process in sides[:: -1 if index % 2 else 1]:
+                for process in turns[:: -1 if index % 2 else 1]:
                     process.round()
-                for process in sides if index < rounds - 1 else ():
+                for process in turns if index < rounds - 1 else ():
                     process.wait()
-            print(line(" ".join(benchmark), *(process.report() for process in sides)), flush=True)
+            print(line(" ".join(benchmark), *(process.report() for process in turns)), flush=True)
     finally:
         for process in itertools.chain.from_iterable(processes):
             process.stop()
@@ -133,8 +136,11 @@ def _apart(old: Sequence[float], new: Sequence[float]) -> str:
     return f"{max(abs(one - other) / abs(one) for one, other in zip(old, new, strict=True)):.1e}"
 
 
-def work(folder: Path, benchmark: str, given: Sequence[str]) -> None:
-    """Run a benchmark of a folder whose rounds wait for their turn; standard output is for messages alone."""
+def work(folder: Path, without: str, benchmark: str, given: Sequence[str]) -> None:
+    """Run a benchmark of a folder whose rounds wait for their turn; standard output is for messages alone.
+
+    The modules of the fast class `without` stay plain.
+    """
     sys.path[:] = [str(folder), *(path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent)]
     messages = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -179,6 +185,12 @@ def work(folder: Path, benchmark: str, given: Sequence[str]) -> None:
         return found
 
     table.rounds, table.summary, table.table = in_turn, noted, kept
+    if without:
+        fast: dict[Any, Any] = importlib.import_module("trivium.fast.choose").FAST
+        plain_of = {kind.__name__: plain for plain, kind in fast.items()}
+        if without not in plain_of:
+            sys.exit(f"{without} is not in the table of fast classes: {', '.join(plain_of)}")
+        del fast[plain_of[without]]
     module: Any = importlib.import_module(f"bench.{benchmark}")
     losses: list[Any] = []
     if hasattr(module, "updates"):
@@ -207,13 +219,14 @@ def split(given: Sequence[str]) -> list[list[str]]:
 def main(given: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if given is None else given)
     if words[:1] == ["--worker"]:
-        return work(Path(words[1]), words[2], words[3:])
+        return work(Path(words[1]), words[2], words[3], words[4:])
     own, rest = words, list[str]()
     if "--" in words:
         own, rest = words[: words.index("--")], words[words.index("--") :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
+    parser.add_argument("--without", default="", metavar="CLASS", help="a fast class that the new version goes without")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="for what the benchmarks print")
     args = parser.parse_args(own)
@@ -221,11 +234,12 @@ def main(given: Sequence[str] | None = None) -> None:
     if args.rounds < 2:
         raise SystemExit("--rounds is at least 2")
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    print(f"{args.old} against {args.new}, {args.rounds} rounds each in turn, {today}")
+    new = f"{args.new} without {args.without}" if args.without else args.new
+    print(f"{args.old} against {new}, {args.rounds} rounds each in turn, {today}")
     print("| benchmark | old, a second | new | difference | the old one twice | memory, GiB | losses apart |")
     print("|---|---|---|---|---|---|---|")
     with args.log.open("a") as log:
-        compare(args.old.resolve(), args.new.resolve(), benchmarks, args.rounds, log)
+        compare(args.old.resolve(), args.new.resolve(), args.without, benchmarks, args.rounds, log)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from trivium.kernels import fp8
 from trivium.kernels.hardware import INTERPRETED, TRITON
 
 GPU = torch.cuda.is_available()
+TRITON_VERSION = tuple(map(int, version("triton").split(".")[:2])) if TRITON else (0, 0)
 DEVICE = "cuda" if GPU else "cpu"
 
 needs_triton = pytest.mark.skipif(

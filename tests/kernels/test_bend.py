@@ -17,10 +17,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 bend: Any = pytest.importorskip("trivium.kernels.bend", reason="needs Triton")
 tl = triton.language
 
-pytestmark = [
-    needs_triton,
-    pytest.mark.filterwarnings("ignore:overflow encountered"),  # of the interpreter, where a power is endless
-]
+pytestmark = needs_triton
 
 
 @pytest.fixture(autouse=True)

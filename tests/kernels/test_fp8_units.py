@@ -18,8 +18,6 @@ from trivium.kernels import fp8
 from trivium.kernels.hardware import INTERPRETED
 from trivium.parts.activations import ACTIVATIONS
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # of Triton's interpreter
-
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,6 @@ def test_rows_and_settings_may_lie_apart() -> None:
     assert torch.equal(ranked(wide[:, :150].T.contiguous().T, *settings.unbind(1)), expected)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")  # of the interpreter
 def test_a_row_without_finite_scores_ends_and_leaves_the_others_alone() -> None:
     logits = drawn(5, 64, 2)
     logits[1], logits[2, 5], logits[3, 5] = -math.inf, math.nan, math.inf

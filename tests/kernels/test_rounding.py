@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.launch import DEVICE, needs_gpu, needs_triton
+from tests.kernels.launch import DEVICE, GPU, TRITON_VERSION, needs_gpu, needs_triton
 from tests.parts.drawing import FORMULAS, LAYOUTS, random
 from trivium.kernels.fp8 import FORMAT, quantized
 
@@ -19,11 +19,7 @@ rounding: Any = pytest.importorskip("trivium.kernels.rounding", reason="needs Tr
 
 SIZES = [(16, 256), (37, 300), (3, 1500), (1, 1), (1, 768), (70, 33), (2, 4500)]  # from 1,500 on in several pieces
 
-pytestmark = [
-    needs_triton,
-    # of the interpreter, where a power is endless or a number none
-    pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered"),
-]
+pytestmark = needs_triton
 
 
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -151,6 +147,9 @@ def test_gradients_side_by_side_come_with_their_rounding_and_their_sums(
         torch.testing.assert_close(sums.sum(0), expected.float().sum(0), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.skipif(
+    not GPU and TRITON_VERSION < (3, 9), reason="the interpreter of Triton before 3.9 casts to float8 a last bit off"
+)
 @pytest.mark.parametrize("power", [0, -80, 100])
 def test_every_quotient_of_bfloat16_is_rounded_as_by_a_division(power: int) -> None:
     """All 128 largest magnitudes, and below them all numbers that do not round to 0: with powers of two nothing else
