@@ -17,16 +17,19 @@ from tests.battery import lively, logits, some_ids
 from tests.cases import CASES, VOCAB, WIDTH
 from tests.distributed.processes import PROCESSES, leave, meet
 from trivium.checkpoints.manifest import manifest
+from trivium.distributed import world
 from trivium.errors import TriviumError
 from trivium.fast.choose import fast, for_inference, plain
 from trivium.generation.engine import Request, stream
 from trivium.generation.sampling import Sampling
+from trivium.generation.scorer import Scorer
 from trivium.models.config import ModelConfig, Stack
 from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build, load_weights, weights
 from trivium.parts.options.attention import MultiHeadOptions
 from trivium.parts.options.feedforward import MlpOptions
-from trivium.parts.sharded import is_sharded, whole
+from trivium.parts.sharded import is_sharded, own_shard, whole
+from trivium.training.guards import FiniteGuard
 
 NAMED = {case.name: case for case in CASES}
 TWO_SIDES, SENTENCE, BOUNDARY = "encoder-decoder: positions t5", "encoder: sentence head", "encoder: boundary head"
@@ -189,8 +192,53 @@ def late(divide: Divide) -> Found:
     return {"one": one, **loaded(model)}
 
 
+def without_backward(divide: Divide) -> Tensor:
+    """Logits of halved weights, after a pass with gradients whose backward pass never came."""
+    model = lively(NAMED[GROUPED].config)
+    divide(model)
+    shards = [own_shard(parameter).detach() for parameter in model.parameters()]
+    logits(model, some_ids(1, 4))
+    for shard in shards:
+        shard.mul_(0.5)
+    with torch.no_grad():
+        return logits(model, some_ids(1, 4))
+
+
+def by_slots(divide: Divide) -> Found:
+    """What an encoder-decoder writes where whole models are decoded in slots, and the refusal of coverage."""
+    model = lively(NAMED[TWO_SIDES].config)
+    divide(model)
+    wishes = [Request(ids=(1,), source=(5, 6, 7), tokens=5, sampling=Sampling(temperature=0), seed=0)]
+    tokens = [token.id for token in stream(Scorer(model, slots="on"), wishes, end=None)]
+    return {"tokens": torch.tensor(tokens)}
+
+
+def alone(rank: int) -> list[bool]:
+    """Guards that agree on a loss, and one of a whole model that asks nobody."""
+    one, nan = torch.tensor(1.0), torch.tensor(torch.nan)
+    shared = FiniteGuard("skip", torch.device("cpu"), sharded=True)
+    found = [bool(shared.agree(nan if rank else one).isnan()), bool(shared.agree(one).isnan())]
+    if rank == 0:
+        found.append(bool(FiniteGuard("skip", torch.device("cpu")).check(one, one)))
+    return found
+
+
+def unwritable(rank: int) -> str:
+    """What both processes say when the first has no memory for what is gathered."""
+
+    class Full(torch.Tensor):
+        def cpu(self, *_: Any, **__: Any) -> Tensor:
+            raise MemoryError("no room")
+
+    tensors = {name: torch.ones(2).as_subclass(Full) if rank == 0 else torch.ones(2) for name in "ab"}
+    try:
+        world.gather_on_first({"model": tensors})
+    except (MemoryError, TriviumError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def main(rank: int, folder: Path, *more: str) -> None:
-    from trivium.distributed import world
     from trivium.distributed.shard import shard
     from trivium.distributed.tensor_parallel import parallelize
 
@@ -204,6 +252,7 @@ def main(rank: int, folder: Path, *more: str) -> None:
         found[way] = used(divide, PROCESSES if way == "sharded" else 1)
         found[f"{way} wide"], found[f"{way} late"] = wide(divide), late(divide)
         found[f"{way} refusals"] = refusals(divide)
+        found[f"{way} slots"] = by_slots(divide)
         if "compiled" in more:
             found[f"{way} compiled"] = compiled(divide, PROCESSES if way == "sharded" else 1)
     model = lively(NAMED[GROUPED].config)
@@ -212,6 +261,8 @@ def main(rank: int, folder: Path, *more: str) -> None:
         model.head.logits(model(some_ids(1, 3)).hidden)
     found["shards"] = [is_sharded(parameter) for parameter in model.parameters()]
     found["kept"] = {name: is_sharded(tensor) for name, tensor in weights(model).items()}
+    found["without backward"] = without_backward(lambda model: shard(model, mesh))
+    found["alone"], found["unwritable"] = alone(rank), unwritable(rank)
     found["agreed"] = [bool(world.agreed(torch.tensor(value))) for value in (True, rank == 0, rank == 1, False)]
     try:
         world.first_only(lambda: manifest(folder / "nothing"))

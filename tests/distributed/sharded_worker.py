@@ -75,17 +75,17 @@ def batches(step: int) -> list[Batch]:
 def job(model: Transformer, kind: str) -> Job:
     """A job with all that a step and a checkpoint ask of it: neither reads data."""
     task, nothing = CausalTask(length=8), cast(Any, None)
-    compute = computation(model, task, nullcontext, False)
+    compute, optimizer = computation(model, task, nullcontext, False), KINDS[kind].build(model)
     return Job(
         recipe=cast(Recipe, SimpleNamespace(seed=0, clip=0.05, batch=SimpleNamespace(micro=1, size=1))),
         model=model,
         task=task,
-        optimizer=KINDS[kind].build(model),
+        optimizer=optimizer,
         average=Ema().build(model),
         scaler=Unscaled(),
         rows=nothing,
         order=nothing,
-        guard=FiniteGuard("skip", torch.device("cpu")),
+        guard=FiniteGuard("skip", torch.device("cpu"), sharded=optimizer.sharded),
         compute=compute,
         evaluate=compute,
         timeline=Timeline.fixed(STEPS),

@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.distributed.entries_worker import Found, compiled, late, used, whole_model, wide
+from tests.distributed.entries_worker import (
+    Found,
+    by_slots,
+    compiled,
+    late,
+    used,
+    whole_model,
+    wide,
+    without_backward,
+)
 from tests.distributed.processes import found_in, once, run
 
 ways = pytest.mark.parametrize("way", ["sharded", "parallel"])
@@ -52,6 +62,27 @@ def test_what_a_divided_model_cannot_do_is_refused(divided: list[dict[str, Any]]
         assert "sharded already" in found["again"]
         assert ("dropout" in found["dropout"]) == (way == "parallel")  # FSDP2's processes read other data
         assert not found["evaluated"]
+
+
+def test_weights_that_a_pass_has_left_gathered_are_not_used_again(divided: list[dict[str, Any]]) -> None:
+    expected = without_backward(whole_model)
+    for rank in divided:
+        torch.testing.assert_close(rank["without backward"], expected)
+
+
+@ways
+def test_a_divided_model_is_decoded_without_slots(divided: list[dict[str, Any]], way: str) -> None:
+    for rank in divided:
+        assert rank[f"{way} slots"]["tokens"].tolist() == by_slots(whole_model)["tokens"].tolist()
+
+
+def test_processes_agree_on_a_loss_and_a_whole_model_asks_nobody(divided: list[dict[str, Any]]) -> None:
+    assert [rank["alone"] for rank in divided] == [[True, False, True], [True, False]]
+
+
+def test_too_little_memory_in_the_first_process_is_an_error_in_all(divided: list[dict[str, Any]]) -> None:
+    assert divided[0]["unwritable"] == "MemoryError: no room"
+    assert "first process" in divided[1]["unwritable"]
 
 
 @pytest.mark.full

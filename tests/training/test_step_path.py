@@ -100,7 +100,7 @@ def test_one_step_on_the_plain_floor_is_short(small: Callable[..., Recipe], tmp_
 
 def test_what_is_around_a_step_does_not_grow(small: Callable[..., Recipe], tmp_path: Path) -> None:
     profile = one_update(small(**settings("decoder")), tmp_path)
-    assert len(profile.functions) <= 99, profile.listed()
+    assert len(profile.functions) <= 100, profile.listed()
     assert len(profile.files) <= 36
     assert profile.depth <= 15
 

@@ -37,7 +37,7 @@ from trivium.checkpoints.manifest import (
 )
 from trivium.errors import CheckpointError, printable, shown
 from trivium.files import regular_inside, sha256, sync_file, sync_folder, temporary, write_synced
-from trivium.parts.sharded import fill, is_sharded, whole
+from trivium.parts.sharded import fill, is_sharded
 
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 _CHUNK = 1 << 20  # bytes of a tensor that are read at a time
@@ -95,10 +95,10 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def write_tensors(path: Path, group: Mapping[str, Tensor]) -> None:
-    """A safetensors file on the disk; a full disk is the plain OSError. Sharded tensors are gathered."""
+    """A safetensors file on the disk; a full disk is the plain OSError."""
     # A copy of each: safetensors refuses shared storages (tied weights) and strides.
     plain = {
-        name: whole(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format)
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in group.items()
     }
     try:

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from trivium.errors import RequestError
 from trivium.parts.sharded import is_sharded
 
-# The ways into a model beside its own `forward`: modules by name, "" the model itself, and their methods. Whoever calls
-# one finds the model's weights there, without a forward pass before; a part without such a method is passed over.
+# The methods of a model that read weights beside its own `forward`: by the name of the module, "" the model itself.
+# They gather the weights that they read, without a forward pass before; a part without such a method is skipped.
 ENTRIES: dict[str, tuple[str, ...]] = {
     "": ("encode",),
     "output": ("forward", "logits", "nll", "loss"),
@@ -35,6 +35,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     Every process has built the same model. Gradients are summed over the processes: a loss is divided by the counts of
     all of them before. Outside of a forward and backward pass every parameter is its shard.
     """
+    refuse_divided(model)
     prepare(model)
     for unit in _units(model):
         fully_shard(unit, mesh=mesh)
@@ -47,6 +48,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
             with torch.inference_mode(False):  # the tensors that gathered weights are written to: training needs them
                 module.unshard()
                 module.reshard()
+    # before: a forward pass with gradients, but without a backward pass, leaves weights gathered
+    model.register_forward_pre_hook(lambda *_: _put_back(root), prepend=True)
     model.register_forward_hook(lambda *_: _put_back(root))
     for name, methods in ENTRIES.items():
         place = _find(model, name)
@@ -55,10 +58,14 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
                 _register(root, place, method, f"_enter_{name}_{method}")
 
 
-def prepare(model: nn.Module) -> None:
-    """Refuse a model that is divided already, and undo the memory layout of fast decoding."""
+def refuse_divided(model: nn.Module) -> None:
+    """Refuse a model that is divided already."""
     if any(is_sharded(parameter) for parameter in model.parameters()):
         raise RequestError("the model is sharded already; build it anew to divide it in another way")
+
+
+def prepare(model: nn.Module) -> None:
+    """Undo the memory layout of fast decoding."""
     # FSDP2 takes contiguous parameters only; fast modules then drop what they have stored beside their parameters
     model._apply(lambda tensor: tensor.contiguous())  # type: ignore[no-untyped-call]
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.modules.dropout import _DropoutNd
 
-from trivium.distributed.shard import prepare
+from trivium.distributed.shard import prepare, refuse_divided
 from trivium.errors import RequestError
 from trivium.parts.declared import declared
 from trivium.parts.linear import Linear
@@ -43,8 +44,8 @@ class Plan(NamedTuple):
 
     layers: dict[str, Division]  # by the name of a layer
     parts: list[nn.Module]  # those that the layers belong to
-    # the parameters that every process has, and of whose gradient it computes what its own heads add
-    shared: list[nn.Parameter]
+    # parameters that every process has whole; it computes what its own heads add to their gradient
+    replicated: list[nn.Parameter]
     positions: list[tuple[Positions, int]]  # each with the number of its heads
 
 
@@ -65,13 +66,13 @@ def plan(model: nn.Module, processes: int) -> Plan:
     for block in blocks:
         if not parts.keys() & {*block.modules()}:
             raise RequestError(f"{names[block]} has no layer that processes divide; shard the model instead")
-    shared = [vector for part, name in parts.items() for vector in _check(name, part, processes)]
+    replicated = [vector for part, name in parts.items() for vector in _check(name, part, processes)]
     positions = [found for stack in stacks for found in _positions(names, stack)]
-    shared += [one for position, _ in positions for one in _acting_on_heads(names[position], position)]
+    replicated += [one for position, _ in positions for one in _acting_on_heads(names[position], position)]
     ordered = {
         name: layers[module] for module, name in names.items() if isinstance(module, Linear) and module in layers
     }
-    return Plan(ordered, [*parts], [*dict.fromkeys(shared)], positions)
+    return Plan(ordered, [*parts], [*dict.fromkeys(replicated)], positions)
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -79,15 +80,16 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Every process has built the same model.
     """
-    prepare(model)
+    refuse_divided(model)
     processes, rank = mesh.size(), mesh.get_local_rank()
     found = plan(model, processes)
     _give_heads(found.positions, processes, rank)
+    prepare(model)
     styles: dict[Division, type[Any]] = {"columns": ColwiseParallel, "rows": RowwiseParallel}
     parallelize_module(model, mesh, {name: styles[division]() for name, division in found.layers.items()})
     for part in found.parts:
         part.register_forward_pre_hook(_refuse_dropout)
-    for parameter in found.shared:
+    for parameter in found.replicated:
         if parameter.requires_grad:
             parameter.register_hook(_Summed(mesh.get_group()))  # type: ignore[no-untyped-call]
     for side in ("encoder", "decoder"):
@@ -165,15 +167,18 @@ def _give_heads(positions: list[tuple[Positions, int]], processes: int, rank: in
     """Let position schemes answer for the heads of this process; one that answers for all of them is refused."""
     for position, heads in positions:
         position.own_heads = (rank * heads // processes, heads // processes)
-    for position, heads in positions:
-        found = _bias(position)
-        if found is not None and found.shape[1] not in (1, heads // processes):
-            for other, _ in positions:
-                other.own_heads = None
-            raise RequestError(
-                f"{type(position).__name__} gives a bias for {found.shape[1]} heads, not for the {heads // processes} "
-                "of a process; let it ask for `of_own_heads`"
-            )
+    try:
+        for position, heads in positions:
+            found = _bias(position)
+            if found is not None and found.shape[1] not in (1, heads // processes):
+                raise RequestError(
+                    f"{type(position).__name__} gives a bias for {found.shape[1]} heads, not for the "
+                    f"{heads // processes} of a process; let it ask for `of_own_heads`"
+                )
+    except BaseException:
+        for position, _ in positions:
+            position.own_heads = None
+        raise
 
 
 @torch.no_grad()
@@ -186,7 +191,8 @@ def _bias(position: Positions) -> Tensor | None:
 
 def _refuse_dropout(part: nn.Module, args: Any) -> None:
     """Refuse to train with dropout inside a divided part: all processes would drop the same of their own heads."""
-    rates = [value for name, value in vars(part).items() if name == "lock" or "dropout" in name]
+    rates = [value for name, value in vars(part).items() if "dropout" in name]
+    rates += [module.p for module in part.modules() if isinstance(module, _DropoutNd)]
     if part.training and any(rates):
         raise RequestError(
             f"{type(part).__name__}: dropout of attention weights and hidden features is the same in all processes of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from trivium.errors import CheckpointError
 from trivium.parts.sharded import is_sharded, whole
 
-_FAILED = -1  # what the first process tells the others of an error that is not the system's
+_FAILED = -1  # what the first process broadcasts of an error that is not the system's
 
 Groups = Mapping[str, Mapping[str, Tensor]]
 
@@ -42,15 +43,29 @@ def any_sharded(groups: Groups) -> bool:
 
 
 def gather_on_first(groups: Groups) -> dict[str, dict[str, Tensor]]:
-    """The same tensors, whole and on the CPU, in the first process; none of them in the others, which must ask too."""
+    """The same tensors, whole and on the CPU, in the first process; none of them in the others, which must ask too.
+
+    An error of the first process alone, such as too little memory, is an error in all of them.
+    """
     result: dict[str, dict[str, Tensor]] = {}
+    problem: BaseException | None = None
     for name, group in groups.items():
         kept = result[name] = {}
         for key, tensor in group.items():  # one after another: the others have room for one, not for all
             full = whole(tensor)
-            if rank() == 0:
-                kept[key] = full.detach().cpu()
+            if rank() == 0 and problem is None:
+                try:
+                    kept[key] = full.detach().cpu()
+                except BaseException as error:
+                    problem = error
+                    result.clear()  # and go on: the others wait in `whole`
+    first_only(lambda: _raise(problem))
     return result
+
+
+def _raise(problem: BaseException | None) -> None:
+    if problem is not None:
+        raise problem
 
 
 def first_only(work: Callable[[], object]) -> None:
@@ -62,7 +77,7 @@ def first_only(work: Callable[[], object]) -> None:
             work()
         except BaseException as error:
             problem = error
-            status.fill_(error.errno if isinstance(error, OSError) and error.errno else _FAILED)
+            status.fill_((error.errno or errno.EIO) if isinstance(error, OSError) else _FAILED)
     if size() > 1:
         dist.broadcast(status, 0)
     if problem is not None:
@@ -74,6 +89,6 @@ def first_only(work: Callable[[], object]) -> None:
 
 
 def _device() -> torch.device:
-    """Where what processes tell each other lies: NCCL reads no other memory than a GPU's."""
+    """The device of the tensors that processes exchange: NCCL reads a GPU's memory only."""
     nccl = size() > 1 and "nccl" in str(dist.get_backend())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

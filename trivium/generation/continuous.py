@@ -20,16 +20,19 @@ from trivium.generation.sizes import bucket
 from trivium.generation.slots import RING, Bank, able
 from trivium.generation.supports import require_slots
 from trivium.models.transformer import Transformer
+from trivium.parts.sharded import is_sharded
 
 _PREFILL = 32_768  # prompt tokens, padding included, that are read at once
 
 
 def slotted(scorer: Scorer, requests: Sequence[Request]) -> bool:
-    """Whether these can be decoded in slots: one model that `able` takes, no log-probabilities.
+    """Whether these can be decoded in slots: one whole model that `able` takes, no log-probabilities.
 
     On a GPU it must be the one in use.
     """
     if scorer.device.type == "cuda" and not current(scorer.device):
+        return False
+    if any(is_sharded(parameter) for model in scorer.models for parameter in model.parameters()):
         return False
     one = len(scorer.models) == 1 and scorer.family != "encoder" and able(scorer.models[0])
     return one and not any(request.logprobs for request in requests)

@@ -100,4 +100,6 @@ def _last_cross(model: Transformer) -> MultiHeadAttention:
     cross = getattr(model.decoder.blocks[-1], "cross", None)
     if not isinstance(cross, MultiHeadAttention):
         raise RequestError("coverage: this model looks at no source, or not by attention; leave coverage at 0")
+    if model.decoder.cache_shapes[-1].heads != cross.groups:
+        raise RequestError("coverage: each process sees its own heads only; leave it at 0, or shard the model instead")
     return cross

@@ -16,6 +16,7 @@ from trivium.errors import RequestError
 from trivium.generation.checks import require_whole, texts_of
 from trivium.generation.states import frame_of, framed, is_plain, read
 from trivium.models.transformer import Transformer
+from trivium.parts.sharded import whole
 from trivium.text.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "cls"]
@@ -125,7 +126,7 @@ def static_words(model: Transformer, tokenizer: Tokenizer) -> tuple[list[str], T
 
 
 def _table(model: Transformer) -> Tensor:
-    return model.embedding.weight.detach()
+    return whole(model.embedding.weight.detach())
 
 
 def neighbours(vectors: Tensor, candidates_ND: Tensor, names: Sequence[str], *, top: int = 10) -> list[list[Neighbour]]:

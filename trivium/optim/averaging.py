@@ -95,7 +95,9 @@ class MovingAverage:
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        own = {name: parameter for name, parameter in model.named_parameters() if name in self.shadow}
+        own = {name: parameter for name, parameter in self.names.items() if name in self.shadow}
+        if self.sharded:  # FSDP2 may hold gathered copies of what is exchanged here
+            getattr(model, "reshard", lambda: None)()
         # copied, not exchanged: compiled code and the optimizer hold on to the memory of the weights
         held = {name: parameter.detach().clone() for name, parameter in own.items()}
         try:

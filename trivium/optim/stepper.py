@@ -130,7 +130,7 @@ def _gathered_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The same of DTensors and other tensors together, which torch adds up only apart."""
     parts = [[one for one in gradients if is_sharded(one) == apart] for apart in (False, True)]
     norms = [whole(torch.nn.utils.get_total_norm(part)) for part in parts if part]
-    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else torch.nn.utils.get_total_norm(norms)
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

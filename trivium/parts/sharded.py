@@ -29,7 +29,7 @@ def own_shard(tensor: Tensor) -> Tensor:
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy the values of a tensor into another, whoever holds the two; of a whole one each process takes its shard."""
+    """Copy the values of a tensor into another, sharded or not; of a whole one each process takes its shard."""
     if is_sharded(target) and not is_sharded(source):
         from torch.distributed.tensor import distribute_tensor
 

@@ -55,7 +55,7 @@ def build_job(context: RunContext, total: int | Timeline, *, begin: bool = True)
         scaler=scaler(recipe.precision),
         rows=rows,
         order=order,
-        guard=FiniteGuard(recipe.nonfinite, device),
+        guard=FiniteGuard(recipe.nonfinite, device, sharded=optimizer.sharded),
         compute=computation(model, context.task, autocast(recipe), compiled, pairs, often),
         evaluate=computation(model, context.task, autocast(recipe), False),
         timeline=total if isinstance(total, Timeline) else Timeline.fixed(total),

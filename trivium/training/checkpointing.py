@@ -107,7 +107,7 @@ class Checkpointer:
             sections = fresh.tensors()
             job.load(lambda section: sections[section], 0, fresh.state())
         job.skipped = self.history.spans(job.skipped)
-        job.guard = FiniteGuard(self.recipe.nonfinite, job.model.device)
+        job.guard = FiniteGuard(self.recipe.nonfinite, job.model.device, sharded=job.optimizer.sharded)
 
     def _fill(self, job: Job, found: Checkpoint, deadline: Deadline) -> None:
         """Fill a job from a checkpoint; one with whole files that do not say what a checkpoint says is refused."""

@@ -56,6 +56,7 @@ def train_step(job: Job, batches: Sequence[Batch], scalars: StepScalars) -> Step
             losses = merge(losses, detached(terms))
     job.scaler.unscale(job.model.parameters())
     norm = job.optimizer.clip(job.recipe.clip)
+    loss = job.guard.agree(loss)
     overflow = job.scaler.overflowed(loss, norm)
     finite = job.guard.check(loss, norm, overflow)
     job.moving = True  # a step that fails from here on is not tried again
