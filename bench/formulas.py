@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trivium.models.config import ModelConfig, Stack
+from trivium.models.config import BlockStack, ModelConfig
 from trivium.models.transformer import build
 
 # Bytes a parameter: gradient w, r for its norm, r (bf16: 6), p, m, v r+w (float32: 24), a bf16 copy w, r twice (6).
@@ -70,7 +70,7 @@ def _scores(config: ModelConfig, row: Row, *, halved: bool) -> list[float]:
     """For every attention: its width times the pairs of a query and a key."""
     found: list[float] = []
     for stack, causal in ((config.encoder, False), (config.decoder, True)):
-        if not isinstance(stack, Stack):
+        if not isinstance(stack, BlockStack):
             continue
         own = row.source if config.family == "encoder-decoder" and not causal else row.target
         for block in stack.blocks():
@@ -96,7 +96,7 @@ def decoding_bytes(config: ModelConfig, *, batch: int, length: float, size: int 
     `size` is the bytes of a number. Keys and values of a source are read anew for every token too.
     """
     _, target, output = applied(config)
-    assert isinstance(config.decoder, Stack)
+    assert isinstance(config.decoder, BlockStack)
     cached = 0.0
     for block in config.decoder.blocks():
         groups, key, value = block.attention.cache_shape(config.site())

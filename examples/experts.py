@@ -64,8 +64,9 @@ class ExpertFeedForward(nn.Module):
         y_BTD = torch.einsum("bte,btef,edf->btd", gate_BTE, hidden_BTEF, self.down_EDF)
         # E * sum_e (share of tokens) * (mean probability): 1 if tokens are spread evenly; padding does not count
         real_BT = None if ctx is None else ctx.real
-        chosen_NE, probability_NE = (
-            one.flatten(0, 1) if real_BT is None else one[real_BT] for one in (chosen_BTE, probability_BTE)
+        real_BT1 = (torch.ones_like(best_BT1[..., 0]) if real_BT is None else real_BT)[..., None].to(x_BTD.dtype)
+        share_E, mean_E = (
+            (one * real_BT1).sum((0, 1)) / real_BT1.sum().clamp(min=1) for one in (chosen_BTE, probability_BTE)
         )
-        value = len(self.up_EFD) * (chosen_NE.mean(0) * probability_NE.mean(0)).sum()
+        value = len(self.up_EFD) * (share_E * mean_E).sum()
         return WithLosses(y_BTD, {"balance": Loss(value * len(x_BTD), "sequences", self.balance)})

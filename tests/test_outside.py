@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import trivium as tv
-from trivium.errors import CheckpointError
+from trivium.errors import CheckpointError, ConfigError
+from trivium.models.config import ModelConfig, Stack
+from trivium.models.options import Block
+from trivium.models.transformer import build
 from trivium.parts.declared import VECTOR
 from trivium.parts.linear import Linear
 from trivium.parts.mixers import Context
@@ -115,3 +118,13 @@ def test_parts_from_outside_train_save_and_reopen(tmp_path: Path, monkeypatch: p
 
     longer = tv.train(run.path, overrides={"budget.steps": 40}, parts=PARTS, quiet=True)
     assert max(row["step"] for row in longer.metrics) == 40
+
+
+def test_a_network_that_does_not_take_the_context_is_refused_when_it_is_built() -> None:
+    class Forgetful(Maxout):
+        def build(self, site: Site) -> nn.Module:
+            return nn.Sequential(Linear(site.width, site.width, bias=False, role="up"))
+
+    config = ModelConfig(width=8, context=4, vocab=9, decoder=Stack(layers=1, block=Block(feedforward=Forgetful())))
+    with pytest.raises(ConfigError, match=r"^model: Sequential is called as forward\(x, ctx\)"):
+        build(config)

@@ -12,10 +12,10 @@ import pytest
 from trivium.config import assignments, dump, load, read, read_of
 from trivium.errors import ConfigError
 from trivium.models.config import ModelConfig, Stack, TiedStack
-from trivium.renamed import BECAME, RENAMED, original, update
+from trivium.renamed import KEYS_TO_KINDS, RENAMED, restore_old_keys, update
 from trivium.training.recipe import Recipe
 
-KEYS = {key for entry in RENAMED for key in entry.names} | {became.key for became in BECAME}
+KEYS = {key for entry in RENAMED for key in entry.names} | {became.key for became in KEYS_TO_KINDS}
 OLD = Path(__file__).parent / "assets" / "old-run" / "config.toml"
 
 
@@ -39,7 +39,7 @@ def test_an_old_file_is_read_by_its_new_names_and_written_back_by_the_old() -> N
     assert not names(table) & KEYS
     assert recipe.model.embedding.word_dropout == recipe.model.embedding.unigram_noise == 0.1  # type: ignore[attr-defined]
     assert isinstance(recipe.model.decoder, TiedStack)
-    assert original(dump(recipe)) == old()
+    assert restore_old_keys(dump(recipe)) == old()
     assert update(copy.deepcopy(table)) == table
 
 
@@ -48,7 +48,7 @@ def test_a_model_whose_sides_share_nothing_is_written_back_too() -> None:
     table["model"]["share"] = "none"
     recipe = load(Recipe, update(copy.deepcopy(table)))
     assert isinstance(recipe.model.decoder, Stack)
-    assert original(dump(recipe)) == table
+    assert restore_old_keys(dump(recipe)) == table
 
 
 @pytest.mark.parametrize("share", ["both", 1, {"kind": "stacks"}])
@@ -91,13 +91,47 @@ def test_only_a_run_s_own_file_may_hold_old_keys(tmp_path: Path) -> None:
             "model.share: is a kind of decoder now; leave it out, or set model.decoder.kind=tied",
         ),
         ("stream=fp32", "stream: is called residual_dtype now"),
-        ("model.encoder.lock=0.1", "model.encoder.lock: is called model.encoder.variational_dropout now"),
     ],
 )
 def test_an_old_key_that_is_typed_is_answered_with_the_new_one(pair: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(Recipe, assignments([pair]))
     assert caught.value.problems == (said,)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        (["lock=0.1"], "lock: is not a setting; did you mean model.embedding.variational_dropout, model.decoder.var"),
+        (["model.decoder.block.attention.lock=0.1"], "model.decoder.block.variational_dropout or model.decoder.block."),
+        (
+            ["model.encoder.lock=0.1"],
+            "model.encoder.lock: is not a setting of its present kind (it is called variational_dropout now); "
+            "first set model.encoder=plain or model.encoder=tied",
+        ),
+        (["omit=0.1"], "omit: is not a setting; did you mean model.embedding.word_dropout?"),
+        (["model.stream=fp32"], "model.stream: is not a setting; did you mean residual_dtype?"),
+        (
+            ["model.decoder.block.kind=parallel", "model.decoder.block.lock=0.1"],
+            "model.decoder.block.lock: is not a setting of its present kind (it is called variational_dropout now); "
+            "first set model.decoder.block=standard",
+        ),
+    ],
+)
+def test_an_old_key_in_another_place_is_answered_with_the_new_one(pairs: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(Recipe, assignments(pairs))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("preset", ["t5-mini", "t5-small"])
+def test_the_decoder_of_a_preset_is_tied_by_naming_the_kind(preset: str) -> None:
+    pairs = [f"model.preset={preset}", "objective=denoise", "model.decoder.kind=tied"]
+    tied = load(Recipe, assignments(pairs)).model
+    plain = load(Recipe, assignments(pairs[:2])).model
+    assert isinstance(tied.decoder, TiedStack)
+    assert tied.decoder.block == plain.decoder.block  # type: ignore[attr-defined]
+    assert tied.parameters() < plain.parameters()
 
 
 def test_python_and_a_model_alone_are_answered_too() -> None:

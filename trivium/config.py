@@ -41,7 +41,10 @@ _HINTED = 100  # problems for which the nearest name is looked for
 
 
 def place(table: Mapping[str, type[Any]], default: Any) -> Any:
-    """A field that takes one kind of part from `table`; naming another kind resets it to that kind's defaults."""
+    """A field that takes one kind of part from `table`; naming another kind resets it to that kind's defaults.
+
+    Of kinds that extend one dataclass the settings of that one stay.
+    """
     return dataclasses.field(default=default, metadata={"kinds": table})
 
 
@@ -126,6 +129,13 @@ def load(cls: type[T], *layers: Layer, parts: Sequence[type[Any]] = (), start: T
     loader.suggest(base)
     ConfigError.gather(loader.errors)
     return typing.cast(T, value)
+
+
+def _common(cls: type[Any], other: type[Any]) -> type[Any] | None:
+    """The dataclass that two kinds extend."""
+    if cls is other:
+        return None
+    return next((one for one in cls.__mro__[1:] if dataclasses.is_dataclass(one) and issubclass(other, one)), None)
 
 
 def without(table: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
@@ -245,7 +255,10 @@ class _Loader:
                 cls = self.kind(meta["kinds"], table.pop("kind"), key)
                 if cls is _FAILED:
                     return _FAILED
-                if cls is not type(base):
+                common = _common(cls, type(base))
+                if common is not None:
+                    base = cls(**{field.name: getattr(base, field.name) for field in dataclasses.fields(common)})
+                elif cls is not type(base):
                     base, tables = cls(), []
             tables.append(table)
         if named is not None:

@@ -1,6 +1,7 @@
 """Settings that had another name: the files of runs and saved models may hold it, and users may still type it.
 
-`update` reads old keys as new ones; `original` writes them back, so that the identity of an old run stays what it was.
+`update` reads old keys as new ones; `restore_old_keys` writes them back, so that the identity of an old run stays what
+it was.
 Another rename is one more line in a table.
 """
 
@@ -31,7 +32,7 @@ RENAMED = (
 )
 
 
-class Became(NamedTuple):
+class KeyToKind(NamedTuple):
     """A key that was a choice of two and is a kind of a part beside it now."""
 
     place: str  # of the table that had the key
@@ -41,14 +42,14 @@ class Became(NamedTuple):
     kinds: tuple[str, str]  # of the part that had the key beside it, and now
 
 
-BECAME = (Became("model", "share", ("none", "stacks"), "decoder", ("plain", "tied")),)
+KEYS_TO_KINDS = (KeyToKind("model", "share", ("none", "stacks"), "decoder", ("plain", "tied")),)
 
 
 def update(recipe: dict[str, Any]) -> dict[str, Any]:
     """Replace every old key in the tables of a recipe by its new name, in place."""
     for entry in RENAMED:
         _rename(recipe, entry, entry.names)
-    for became in BECAME:
+    for became in KEYS_TO_KINDS:
         for table in _tables(recipe, became.place.split(".")):
             part, value = table.get(became.part), table.get(became.key)
             if value == became.values[1] and isinstance(part, dict) and part.get("kind") == became.kinds[0]:
@@ -64,9 +65,9 @@ def update_model(model: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
-def original(recipe: dict[str, Any]) -> dict[str, Any]:
+def restore_old_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     """Replace every key that was renamed by its first name, in place."""
-    for became in BECAME:
+    for became in KEYS_TO_KINDS:
         for table in _tables(recipe, became.place.split(".")):
             part = table[became.part]
             is_new = part["kind"] == became.kinds[1]
@@ -77,13 +78,18 @@ def original(recipe: dict[str, Any]) -> dict[str, Any]:
     return recipe
 
 
-def answer(table: str, key: str, names: Container[str]) -> str:
+def new_names(key: str) -> list[str]:
+    """What a key that was renamed is called now, in one place or another."""
+    return [*dict.fromkeys(entry.names[key] for entry in RENAMED if key in entry.names)]
+
+
+def explain_old_key(table: str, key: str, names: Container[str]) -> str:
     """The sentence about an old key of a table that has these names; nothing of another key."""
     prefix = f"{table}." if table else ""
     for entry in RENAMED:
         if (name := entry.names.get(key)) in names:
             return f"{prefix}{key}: is called {prefix}{name} now"
-    for became in BECAME:
+    for became in KEYS_TO_KINDS:
         if key == became.key and became.part in names:
             kind = became.kinds[1]
             return (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from trivium.renamed import answer
+from trivium.renamed import explain_old_key, new_names
 
 _SHOWN = 5  # suggestions in one sentence
 _FEW = 12  # names that are listed when none of them is near
@@ -38,15 +38,16 @@ def nearest(name: str, names: Iterable[object]) -> str:
 
 def setting(unknown: Unknown, keys: Sequence[str]) -> str:
     """The sentence about a key that is no setting; `keys` are all settings and places of the configuration."""
-    known = {*unknown.siblings, *(name for names in unknown.kinds.values() for name in names)}
-    if told := answer(unknown.table, unknown.name, known):
+    if told := explain_old_key(unknown.table, unknown.name, unknown.siblings):
         return told
     said = f"{unknown.typed}: is not a setting"
     if other := _other_side(unknown.typed, keys):
         return f"{said}{_ask([other])}"
-    having = [kind for kind, names in unknown.kinds.items() if unknown.name in names]
-    if having:
-        return f"{said} of its present kind; first set {_either([f'{unknown.table}={kind}' for kind in having])}"
+    for name in (unknown.name, *new_names(unknown.name)):
+        if having := [kind for kind, names in unknown.kinds.items() if name in names]:
+            renamed = f" (it is called {name} now)" if name != unknown.name else ""
+            first = _either([f"{unknown.table}={kind}" for kind in having])
+            return f"{said} of its present kind{renamed}; first set {first}"
     leaf = unknown.typed.rsplit(".", 1)[-1]
     if found := _renamed(unknown, keys):
         return f"{said}{_ask(found)}"
@@ -193,6 +194,11 @@ _WORDS: dict[tuple[str, ...], str] = {
     ("tokenizer",): "tokeniser",
     ("precision",): "dtype fp16 bf16 amp mixed_precision torch_dtype",
     ("device",): "gpu gpus cuda use_cuda no_cuda cpu use_cpu mps n_gpu n_gpus num_gpus accelerator",
+    # and its own names of before, where they are typed in another place
+    ("model.*.variational_dropout",): "lock locked_dropout lockdrop variational",
+    ("model.embedding.word_dropout",): "omit wdrop dropoute",
+    ("model.embedding.unigram_noise",): "swap",
+    ("residual_dtype",): "stream",
     ("recompute",): "gradient_checkpointing activation_checkpointing checkpointing grad_checkpointing",
     ("evaluate",): "eval evaluation validation",
     ("evaluate.every",): "eval_interval eval_every eval_steps evaluation_steps val_check_interval valid_every",

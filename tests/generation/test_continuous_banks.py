@@ -25,7 +25,7 @@ from tests.generation.test_continuous import (
 )
 from trivium.fast.cache import KernelCache
 from trivium.fast.choose import fast
-from trivium.fast.graphs import current, differ, own_scratch
+from trivium.fast.graphs import differ, is_current_gpu, own_scratch
 from trivium.generation import text as texts
 from trivium.generation.banks import banks_of
 from trivium.generation.choosing import Kind
@@ -201,7 +201,7 @@ def test_a_slower_way_forgets_what_was_captured_and_uses_no_kernel() -> None:
 @pytest.mark.parametrize(("device", "expected"), [("cuda:1", True), ("cuda:0", False), ("cpu", False), ("cuda", True)])
 def test_graphs_are_for_the_gpu_in_use_only(device: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert current(torch.device(device)) == expected
+    assert is_current_gpu(torch.device(device)) == expected
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 0.001), (torch.bfloat16, 0.1)])

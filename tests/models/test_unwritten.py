@@ -17,6 +17,7 @@ from trivium.models.options import Block
 from trivium.models.transformer import Transformer, build, empty, load_weights, shapes_of, weights
 from trivium.parts.declared import VECTOR, matrix
 from trivium.parts.init import Gpt2
+from trivium.parts.mixers import Context
 from trivium.parts.site import Cost, Site
 
 EXPERTS, HIDDEN = 3, 8
@@ -34,7 +35,7 @@ class Experts(nn.Module):
         with torch.no_grad():
             fill(self.up)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
         result: Tensor = (x @ self.up[0]).relu() @ self.down[0]
         return result
 
@@ -55,7 +56,7 @@ class Borrowed(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.nothing = nn.Parameter(torch.empty(0, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
         result: Tensor = self.norm(self.inner(x)) + self.table.weight.mean(0)
         return result
 
@@ -167,7 +168,7 @@ def test_a_vector_that_nobody_fills_is_refused_too(device: str) -> None:
             super().__init__()
             self.gain = nn.Parameter(torch.ones(width).new_empty(width))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor, ctx: Context) -> Tensor:
             return x * self.gain
 
     with pytest.raises(ConfigError, match=r"decoder\.blocks\.0\.feedforward\.gain \[16\]"):

@@ -15,7 +15,7 @@ from trivium.training.context import RunContext
 from trivium.training.events import Event
 from trivium.training.recipe import Recipe
 from trivium.training.run import Session, open_run
-from trivium.training.setup import Fit, create_run
+from trivium.training.setup import FitMicroBatch, create_run
 
 ASSETS = Path(__file__).resolve().parents[2] / "trivium" / "assets"
 
@@ -91,7 +91,7 @@ def silent(*_: object) -> None:
     """A watcher that does not watch."""
 
 
-def create(recipe: Recipe, runs: Path, fit: Fit = fit_micro_batch) -> RunContext:
+def create(recipe: Recipe, runs: Path, fit: FitMicroBatch = fit_micro_batch) -> RunContext:
     """The context of a new run of the recipe, for tests that drive its steps themselves."""
     return create_run(recipe, runs, say=silent, tick=silent, fit=fit)
 

@@ -21,7 +21,7 @@ from trivium import config as settings
 from trivium.data.bucketing import Pairs
 from trivium.data.packed import PackedPairs
 from trivium.errors import CheckpointError, ConfigError
-from trivium.renamed import original
+from trivium.renamed import restore_old_keys
 from trivium.training.build_job import build_job
 from trivium.training.context import open_context
 from trivium.training.job import Job
@@ -182,7 +182,7 @@ def test_a_run_from_before_there_was_packing_goes_on(packed: Make, paired: Make,
     prefixes = ("model.", "objective.", "optim.kind", "average.kind", "data.weights", "data.shift")
     for which in (context, other):
         recipe = which.recipe
-        flat = settings.flat(original(settings.dump(recipe)))  # settings had their first names then
+        flat = settings.flat(restore_old_keys(settings.dump(recipe)))  # settings had their first names then
         kept = {key: value for key, value in flat.items() if key.startswith(prefixes)}
         content = {**kept, "seed": recipe.seed, recipe.batch.unit: recipe.batch.size, "data": which.shards.digest}
         before = settings.hashed({**content, "sources": list(which.shards.train.sources)})

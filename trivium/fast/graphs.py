@@ -12,7 +12,7 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 
-def current(device: torch.device) -> bool:
+def is_current_gpu(device: torch.device) -> bool:
     """Whether it is the GPU in use: graphs are captured, events recorded and kernels started there and nowhere else."""
     return device.type == "cuda" and (device.index is None or device.index == torch.cuda.current_device())
 
@@ -145,6 +145,6 @@ class Arriving:
         return self._tensors
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, without waiting for what is done there."""
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError, shown
-from trivium.fast.graphs import current
+from trivium.fast.graphs import is_current_gpu
 from trivium.generation.beams import pools_of, room_for, together
 from trivium.generation.checks import TOKENS, require_number, require_whole
 from trivium.generation.coverage import Coverage
@@ -165,7 +165,7 @@ def search(
 def poolable(scorer: Scorer, searches: Sequence[Search], beam: Beam) -> bool:
     """Whether texts can be searched in rows that they join and leave: on the GPU in use, if each begins with one id."""
     plain = scorer.family == "encoder-decoder" and not beam.coverage and supports_pool(*scorer.models)
-    return plain and current(scorer.device) and all(len(item.prompt.ids) == 1 for item in searches)
+    return plain and is_current_gpu(scorer.device) and all(len(item.prompt.ids) == 1 for item in searches)
 
 
 def _pooled(

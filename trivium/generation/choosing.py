@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trivium.fast.graphs import to_device_async
 from trivium.generation.rows import Row
 from trivium.generation.sampling import Sampling, by_kernel, draw
 
@@ -122,9 +123,8 @@ class Chooser:
 
 
 def send(values: Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A small list brought to the device without waiting for it."""
-    made = torch.tensor(values, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    """A small list on the device, without waiting for it."""
+    return to_device_async(torch.tensor(values, dtype=dtype), device)
 
 
 def _settings(sampling: Sampling, vocab: int) -> list[float]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from trivium.errors import CheckpointError, RequestError
-from trivium.fast.graphs import Landing, current
+from trivium.fast.graphs import Landing, is_current_gpu
 from trivium.generation.banks import banks_of
 from trivium.generation.choosing import Kind
 from trivium.generation.rows import Request, Row, Token
@@ -30,7 +30,7 @@ def slotted(scorer: Scorer, requests: Sequence[Request]) -> bool:
 
     On a GPU it must be the one in use.
     """
-    if scorer.device.type == "cuda" and not current(scorer.device):
+    if scorer.device.type == "cuda" and not is_current_gpu(scorer.device):
         return False
     if any(is_sharded(parameter) for model in scorer.models for parameter in model.parameters()):
         return False

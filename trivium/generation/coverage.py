@@ -81,6 +81,8 @@ class Coverage:
     def _look(self, index: int, cross: MultiHeadAttention, reading: BeamReader) -> Tensor:
         (key_BGWE, real_BW), query_BTD = reading.source(index), self._queries[index]
         assert query_BTD is not None
+        if key_BGWE.shape[1] != cross.groups:  # tensor parallel: the mean over heads would differ between processes
+            raise RequestError("coverage: a process has its own heads only; leave it at 0, or shard the model instead")
         query_BJHE = _heads(reading.last(query_BTD), cross.size)
         query_BJHE = query_BJHE if cross.query_norm is None else cross.query_norm(query_BJHE)
         key_BHWE = key_BGWE.repeat_interleave(query_BJHE.shape[2] // cross.groups, dim=1)
@@ -100,6 +102,4 @@ def _last_cross(model: Transformer) -> MultiHeadAttention:
     cross = getattr(model.decoder.blocks[-1], "cross", None)
     if not isinstance(cross, MultiHeadAttention):
         raise RequestError("coverage: this model looks at no source, or not by attention; leave coverage at 0")
-    if model.decoder.cache_shapes[-1].heads != cross.groups:
-        raise RequestError("coverage: each process sees its own heads only; leave it at 0, or shard the model instead")
     return cross

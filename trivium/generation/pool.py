@@ -14,7 +14,7 @@ from typing import NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from trivium.fast.graphs import Arriving, Graphs, sent
+from trivium.fast.graphs import Arriving, Graphs, to_device_async
 from trivium.fast.hooks import any_hooks
 from trivium.generation.frontier import Frontier, Rules, frontier, grow
 from trivium.generation.lineage import Seen, vote
@@ -179,7 +179,7 @@ class Pool:
         if words not in self.given:
             self.given[words] = torch.zeros(self.group, 4 + words, dtype=torch.long, device=self.device)
         given = self.given[words]
-        given.copy_(sent(torch.tensor(filled), self.device))
+        given.copy_(to_device_async(torch.tensor(filled), self.device))
         self._run(("join", words), lambda: self._join(given))
         return words
 
@@ -236,7 +236,7 @@ class Pool:
 
     def fetch(self, rows: Sequence[int]) -> Arriving:
         """What these rows have come to, on its way to the host."""
-        rows_B = sent(torch.tensor(rows), self.device)
+        rows_B = to_device_async(torch.tensor(rows), self.device)
         return Arriving([one.index_select(0, rows_B) for one in self.state])
 
     def move(self, rows: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import RequestError, shown
-from trivium.fast.graphs import current
+from trivium.fast.graphs import is_current_gpu
 from trivium.generation.engine import Request, Stream, Token, logprobs_of
 from trivium.generation.rows import Row
 from trivium.generation.sampling import Sampling, distribution, draw, penalise
@@ -114,7 +114,7 @@ class Reader:
 
 def reader_of(model: Transformer, source: Sequence[int], longest: int) -> Reader | SlotReader:
     """Whoever reads a row fastest: on the GPU in use captured graphs: one token costs as many launches as many."""
-    if current(model.device) and supports_slots(model) and direct(model):
+    if is_current_gpu(model.device) and supports_slots(model) and direct(model):
         return SlotReader(model, source, longest, MOST + 1)
     return Reader(model, source, longest)
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
 from trivium.config import accept, at_least, fraction, place, variants
 from trivium.errors import ConfigError, shown
@@ -37,7 +37,7 @@ class AnyStack(Protocol):
     def build(self, config: ModelConfig, *, causal: bool, encoder: nn.Module | None) -> nn.Module | None:
         """The module, called as `models.stack.PlainStack`; None for a side that is not there.
 
-        A decoder beside an encoder gets that one's module, whose states it reads and whose parts it may use.
+        A decoder beside an encoder gets the encoder's module as `encoder`, to use its parts.
         """
 
     def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
@@ -61,13 +61,6 @@ class NoStack:
 
     def costs(self, config: ModelConfig, *, causal: bool) -> Iterator[Place]:
         return iter(())
-
-
-@runtime_checkable
-class HasBlocks(Protocol):
-    """A stack that says which block each of its layers has."""
-
-    def blocks(self) -> list[AnyBlock]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +150,7 @@ class TiedStack(BlockStack):
         encoder = config.encoder
         if not causal:
             yield "kind", "only a decoder is tied to the other side; set it to plain"
-        elif not isinstance(encoder, HasBlocks):
+        elif not isinstance(encoder, BlockStack):
             yield "kind", "tied shares the blocks of an encoder, and there are none; set it to plain"
         elif encoder.layers != self.layers:
             yield "layers", f"it is tied to {encoder.layers} layers of the encoder, not {self.layers}; set both alike"

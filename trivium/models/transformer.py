@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, Protocol, cast
@@ -161,7 +162,7 @@ class Transformer(nn.Module):
 
     @property
     def recompute(self) -> bool:
-        """Whether training keeps only what goes from block to block and computes the rest again: less memory."""
+        """Whether training keeps only the residual stream between blocks and computes the rest again: less memory."""
         return any(side is not None and side.recompute for side in (self.encoder, self.decoder))
 
     @recompute.setter
@@ -199,6 +200,7 @@ def build(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "c
     with torch.device("meta") if meta else contextlib.nullcontext(), _seeded(seed), tracked() as unwritten:
         model = Transformer(config)
         _refuse_undeclared(model)
+        _refuse_without_context(model)
         try:
             config.init.apply(model, width=config.width, layers=config.layers, generator=generator)
         except (NotImplementedError, RuntimeError):
@@ -217,6 +219,19 @@ def _refuse_undeclared(model: nn.Module) -> None:
             f"model: nobody declares the parameter {names[0]}{more}; name it in `declares` of its module, as a matrix, "
             "a table or a vector (trivium.parts.declared), or make it a Linear"
         )
+
+
+def _refuse_without_context(model: nn.Module) -> None:
+    """Refuse a feed-forward part from outside that does not take the context."""
+    for name, module in model.named_modules():
+        if name.endswith(".feedforward"):
+            try:
+                inspect.signature(module.forward).bind(None, None)
+            except TypeError:
+                raise ConfigError(
+                    f"model: {type(module).__name__} is called as forward(x, ctx), and its forward does not take two "
+                    "arguments; add `ctx`, which says what is padding"
+                ) from None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from trivium.data.pairs import paired
 from trivium.data.shards import Shards, Stream
 from trivium.objectives.objective import Task
 from trivium.objectives.options import Seq2Seq
-from trivium.renamed import original
+from trivium.renamed import restore_old_keys
 from trivium.text.tokenizer import Tokenizer, open_tokenizer
 from trivium.training.checks import check_form
 from trivium.training.recipe import Recipe
@@ -90,7 +90,7 @@ class RunContext:
     @property
     def identity(self) -> str:
         """Equal exactly when a checkpoint of one run means the same to the other."""
-        fixed = settings.flat(original(settings.dump(self.recipe)))  # a rename leaves old checkpoints valid
+        fixed = settings.flat(restore_old_keys(settings.dump(self.recipe)))  # a rename leaves old checkpoints valid
         prefixes = ("model.", "objective.", "optim.kind", "average.kind", "data.weights", "data.shift")
         kept = {key: value for key, value in fixed.items() if key.startswith(prefixes)}
         for name in ("pack", "length"):  # only where they are set: runs from before there were such keys go on

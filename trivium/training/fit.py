@@ -20,7 +20,7 @@ _SURE = 0.6  # of the free memory of a GPU: six workloads of bench/ took 0.9 to 
 def memory_of(recipe: Recipe, model: ModelConfig, rows: int, length: int = 0) -> Memory:
     """The least memory of training a model with the settings of a recipe, `rows` rows (or tokens) at a time."""
     averaged = 1.0 if isinstance(recipe.average, Ema) else 0.0
-    # on a CPU attention and what goes from block to block are float32 in any precision, and bf16 copies of the weights
+    # on a CPU attention and the residual stream are float32 in any precision, and bf16 copies of the weights
     # are kept for the backward pass
     cpu, narrow = recipe.device.startswith("cpu"), recipe.precision != "fp32"
     return training_memory(

@@ -40,7 +40,7 @@ from trivium.training.recipe import Recipe
 from trivium.training.scratch import prepared, replaced
 from trivium.training.stages import Say, Tick, stage
 
-Fit = Callable[[RunContext, Say, Callable[[], float]], RunContext]
+FitMicroBatch = Callable[[RunContext, Say, Callable[[], float]], RunContext]
 
 
 def create_run(
@@ -53,7 +53,7 @@ def create_run(
     say: Say,
     tick: Tick,
     clock: Callable[[], float] = time.monotonic,
-    fit: Fit = fit_micro_batch,
+    fit: FitMicroBatch = fit_micro_batch,
 ) -> RunContext:
     """Create the folder of a new run; nothing is left behind if anything is wrong with the recipe or the text.
 
