@@ -142,7 +142,8 @@ def int8(sizes: Sizes, args: argparse.Namespace) -> list[Line]:
     first, second = twins(sizes.decoder, CPU)
     small = deepcopy(first)
     report = quantize(small, 8)
-    for_inference(first)
+    for model in (first, small):
+        for_inference(model)
     prompts = _prompts(sizes)
     sides = {
         "int8": our_decoding(small, prompts, sizes.tokens),
