@@ -143,7 +143,7 @@ def test_turning_is_that_of_gpt_neox_and_gpt_j(share: float) -> None:
 @pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (16, 64), (64, 256), (12, 48), (32, 1024), (8, 20)])
 def test_every_distance_falls_into_the_bucket_of_t5(causal: bool, buckets: int, distance: int) -> None:
     part = BucketOptions(buckets=buckets, distance=distance).build(
-        Site(width=8, context=8, heads=1, head=8, causal=causal)
+        Site(width=8, context=4000, heads=1, head=8, causal=causal)
     )
     assert isinstance(part, BucketPositions)
     with torch.no_grad():

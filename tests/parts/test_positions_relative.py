@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_shaw_says_whether_values_are_added() -> None:
 
 def bucket(ahead: int, site: Site, options: BucketOptions | None = None) -> int:
     """The bucket of a key so many tokens ahead, read from a table that holds its own row numbers."""
-    part = (options or BucketOptions()).build(site)
+    part = (options or BucketOptions()).build(replace(site, context=6001))
     assert isinstance(part, BucketPositions)
     with torch.no_grad():
         part.table.copy_(torch.arange(len(part.table))[:, None].expand_as(part.table))
@@ -169,7 +170,7 @@ def test_causal_buckets_give_the_worked_numbers(ahead: int, expected: int) -> No
 
 
 def test_a_bias_is_the_entry_of_its_bucket_and_head() -> None:
-    part = filled(BucketOptions(), ENCODER)
+    part = filled(BucketOptions(), replace(ENCODER, context=201))
     assert isinstance(part, BucketPositions)
     bias_BHTS = part.bias(part.prepare(torch.tensor([[3, 9], [0, 0]]), torch.tensor([[3, 2, 16, 200]])))
     assert bias_BHTS.shape == (2, 3, 2, 4)
@@ -177,6 +178,17 @@ def test_a_bias_is_the_entry_of_its_bucket_and_head() -> None:
     torch.testing.assert_close(bias_BHTS[0, :, 1, 1], part.table[7])  # r = -7
     torch.testing.assert_close(bias_BHTS[1, :, 0, 2], part.table[26])  # r = 16
     torch.testing.assert_close(bias_BHTS[1, :, 1, 3], part.table[31])  # r = 200
+
+
+def test_a_table_of_buckets_is_no_longer_than_the_context() -> None:
+    """A stranger's file may name a distance of millions; the buckets of shorter ones do not change."""
+    far, near = (filled(BucketOptions(distance=distance), ENCODER) for distance in (10_000_000, 50))
+    assert isinstance(far, BucketPositions)
+    assert far.constant.numel() == 2 * ENCODER.context + 1
+    at = torch.arange(ENCODER.context)[None]
+    assert far.prepare(at, at).isfinite().all()
+    wide = filled(BucketOptions(distance=50), replace(ENCODER, context=100))
+    torch.testing.assert_close(near.prepare(at, at), wide.prepare(at, at))
 
 
 def test_buckets_count_the_worked_parameters() -> None:

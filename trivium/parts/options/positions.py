@@ -143,7 +143,7 @@ class BucketOptions:
         self.cost(site)
         from trivium.parts.positions.relative import BucketPositions
 
-        return BucketPositions(self, site.heads, site.causal)
+        return BucketPositions(self, site.heads, site.causal, site.context)
 
     def cost(self, site: Site) -> Cost:
         _needs_heads("t5", site)

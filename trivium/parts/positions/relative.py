@@ -61,22 +61,23 @@ class BucketPositions(Computed):
 
     declares: ClassVar[Mapping[str, Declared]] = {"table": BIAS_TABLE}
 
-    def __init__(self, options: BucketOptions, heads: int, causal: bool) -> None:
+    def __init__(self, options: BucketOptions, heads: int, causal: bool, context: int) -> None:
         super().__init__()
         self.options = options
         self.causal = causal
+        self.far = min(options.distance, context)  # no two tokens are further apart
         self.table = nn.Parameter(torch.empty(options.buckets, heads))
         self.settle()
 
     def compute(self, device: torch.device) -> Tensor:
-        """The bucket of every distance up to the last one: a lookup gives the same on every device."""
-        far = self.options.distance
+        """The bucket of every distance in a text: a lookup gives the same on every device."""
+        far = self.far
         result = torch.empty(2 * far + 1, dtype=torch.int64, device=device)
         if result.is_meta:
             return result
         buckets = self.options.buckets // (1 if self.causal else 2)
         # where each bucket begins: a stranger's file may ask for more distances than can be counted one by one
-        begins = [bisect_left(range(far), bucket, key=self._bucket) for bucket in range(1, buckets)]
+        begins = [bisect_left(range(self.options.distance), bucket, key=self._bucket) for bucket in range(1, buckets)]
         past = torch.bucketize(torch.arange(far + 1), torch.tensor(begins, dtype=torch.int64), right=True)
         future = torch.zeros_like(past) if self.causal else past + buckets
         return result.copy_(torch.cat((past.flip(0), future[1:])))
@@ -91,7 +92,7 @@ class BucketPositions(Computed):
         return min(exact + int(spread), buckets - 1)
 
     def prepare(self, at_BT: Tensor, keys_at_BS: Tensor) -> Tensor:
-        far = self.options.distance
+        far = self.far
         bias_BHTS = self.look_up(self.constant[distances(at_BT, keys_at_BS).clamp_(-far, far).add_(far)])
         return bias_BHTS.to(torch.promote_types(bias_BHTS.dtype, torch.float32))
 
