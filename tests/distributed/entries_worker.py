@@ -214,7 +214,7 @@ def by_slots(divide: Divide) -> Found:
 
 
 def alone(rank: int) -> list[bool]:
-    """Guards that agree on a loss, and one of a whole model that asks nobody."""
+    """Guards of a sharded model agree on a loss; that of a whole model communicates with no process."""
     one, nan = torch.tensor(1.0), torch.tensor(torch.nan)
     shared = FiniteGuard("skip", torch.device("cpu"), sharded=True)
     found = [bool(shared.agree(nan if rank else one).isnan()), bool(shared.agree(one).isnan())]

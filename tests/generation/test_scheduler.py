@@ -1,4 +1,4 @@
-"""The scheduler against a device that is played by lists: nobody is lost, starved, answered twice or mixed up."""
+"""The scheduler with a device of plain lists: no sequence is lost, starved, answered twice or mixed up."""
 
 from __future__ import annotations
 
@@ -132,10 +132,10 @@ def test_every_sequence_is_read_once_and_drawn_to_its_end(asked: list[Asked], op
     device, plans, ended = run(asked, **options)
     assert ended.keys() == set(range(len(asked)))
     order = sorted(range(len(asked)), key=lambda id: asked[id].round)
-    assert device.began == order  # nobody overtakes
+    assert device.began == order  # first come, first served
     for plan in plans:
         read = sum(piece.stop - piece.start for piece in plan.pieces)
-        # whoever decodes already is held up by one chunk at most
+        # a sequence that decodes waits for one chunk at most
         decoding = {share.id for share in plan.shares} - {piece.id for piece in plan.pieces}
         assert read <= (options["chunk"] if decoding else options["whole"])
 
@@ -181,7 +181,7 @@ def test_a_long_prompt_holds_up_nobody_by_more_than_a_chunk() -> None:
     assert all(sum(piece.stop - piece.start for piece in plan.pieces) <= 512 for plan in reading)
     assert len(reading) in (8, 9)
     assert all({share.id for share in plan.shares} >= set(range(8)) for plan in reading)
-    assert device.waited[9] <= 2  # the short one behind it does not wait for all of it
+    assert device.waited[9] <= 2  # a short prompt does not wait for a whole long one
 
 
 def test_prompts_are_read_whole_where_nobody_decodes() -> None:

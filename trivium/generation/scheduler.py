@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 CHUNK = 512  # prompt tokens that are read in a round in which others decode
-WHOLE = 32_768  # and in one in which nobody does
+WHOLE = 32_768  # and in a round without decoding
 
 
 class Piece(NamedTuple):
@@ -129,7 +129,7 @@ class Scheduler:
             self._waiting.append(entry)
 
     def leave(self, id: int) -> None:
-        """The sequence is done or nobody wants it any more; its slot is free for the next round."""
+        """End a sequence; its slot is free for the next round."""
         entry = self._live.pop(id, None)
         if entry is not None:
             self._release(entry)
@@ -155,7 +155,7 @@ class Scheduler:
         self._freed.append(entry.slot)
 
     def _compact(self) -> list[tuple[int, int]]:
-        """When nobody waits, use half of the rows as soon as they suffice; who lies beyond them moves."""
+        """Halve the rows when the queue is empty and half suffice; sequences beyond them move."""
         if not self._shrinks or self._waiting:
             return []
         while self._rows >= 2 * self._least and 2 * len(self._live) <= self._rows:
