@@ -148,7 +148,7 @@ def test_gradients_side_by_side_come_with_their_rounding_and_their_sums(
 
 
 @pytest.mark.skipif(
-    not GPU and TRITON_VERSION < (3, 9), reason="the interpreter of Triton before 3.9 casts 8 of these 393,216 to the next float8"
+    not GPU and TRITON_VERSION < (3, 9), reason="the interpreter before 3.9 casts 8 of 393,216 to the next float8"
 )
 @pytest.mark.parametrize("power", [0, -80, 100])
 def test_every_quotient_of_bfloat16_is_rounded_as_by_a_division(power: int) -> None:
